@@ -173,8 +173,8 @@ ALLOWED = {
     """,
     "It is about the interpreter, the processors, the memory, the GPUs or the log of the process.": """
         agent.agent:Future.devices agent.interpreter:switch_interval devices.driver:_handles devices.driver:_state
-        devices.driver:_streams
-        devices.segments:_here devices.streams:_in_use edges.transforms:_warned inspection.metrics:_collectors
+        devices.driver:_streams devices.segments:_here devices.staging:_ended devices.staging:_freeing
+        devices.staging:_spare devices.streams:_in_use edges.transforms:_warned inspection.metrics:_collectors
         inspection.metrics:_registering inspection.threads:_looking profiler.parcel:_lock profiler.parcel:_pauses
         profiler.parcel:_was_on transport.awake:_turn transport.segments:_leases transport.segments:_fork
         wire.landing:_pinning

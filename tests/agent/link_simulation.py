@@ -324,8 +324,8 @@ class Simulation(Threads):
     def judge_order(self, line: Calling) -> None:
         """Check that small frames have passed large ones, and that all other frames have kept their order."""
         for large in (False, True):
-            written = [frame.id for frame in line.written if frame.keep is large]
-            ordered = [frame.id for frame in line.ordered if frame.keep is large]
+            written = [frame.id for frame in line.written if frame.holds is large]
+            ordered = [frame.id for frame in line.ordered if frame.holds is large]
             if not line.lost and written != ordered[: len(written)]:
                 raise self.failure(f"{line} has sent {written}, in place of {ordered}")
 

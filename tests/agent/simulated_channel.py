@@ -29,7 +29,7 @@ class Frame(NamedTuple):
     may_be_ignored: bool = False
 
     @property
-    def keep(self) -> bool:
+    def holds(self) -> bool:
         """Whether the frame is large: then it leaves in slices, and must not change before it has left."""
         return self.size > SMALL
 
@@ -44,7 +44,7 @@ class Joined(NamedTuple):
         return sum(frame.size for frame in self.frames)
 
     @property
-    def keep(self) -> bool:
+    def holds(self) -> bool:
         return False
 
 
@@ -110,7 +110,7 @@ class Channel:
             raise ChannelClosed
         if self.under_way or self.large is not None:
             raise self.world.failure(f"{self} begins a frame in the middle of another one")
-        if frame.keep:
+        if frame.holds:
             assert isinstance(frame, Frame)
             self.large, self.slices, self.between = frame, 3, True
         else:

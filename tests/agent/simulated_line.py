@@ -43,7 +43,7 @@ class Line(Channel):
         if self.unflushed:
             if self.dead:
                 raise ChannelClosed
-            departure = Departure(frame, passes=not frame.keep)  # type: ignore[arg-type]
+            departure = Departure(frame, passes=not frame.holds)  # type: ignore[arg-type]
             if self.departures.add(departure) and waits:
                 departure.waiter = Sleeper()
             return departure
@@ -51,7 +51,7 @@ class Line(Channel):
             return None
         self.unflushed = True
         departure = Departure(frame, passes=False)  # type: ignore[arg-type]
-        if frame.keep and waits:
+        if frame.holds and waits:
             departure.waiter = Sleeper()
         self.departures.begin(departure)
         return departure

@@ -30,7 +30,7 @@ class World:
         """A call, or a reply for thread -1. A thread whose frame is waited for makes no other call meanwhile."""
         if any(each.waiter == thread for each in self.all()):
             return
-        frame: Any = SimpleNamespace(keep=kind == LARGE, size=10)
+        frame: Any = SimpleNamespace(holds=kind == LARGE, size=10)
         departure = Departure(frame, kind == SMALL, calls=thread >= 0)
         if thread >= 0:
             self.frames[id(departure)] = (thread, self.made[thread])
@@ -103,8 +103,8 @@ def test_without_the_rule_calls_leave_out_of_order(monkeypatch: pytest.MonkeyPat
 LIMIT = 25
 
 
-def departure(*, passes: bool = False, calls: bool = False, keep: bool = False, waiter: Any = None) -> Departure:
-    frame: Any = SimpleNamespace(keep=keep, size=10)
+def departure(*, passes: bool = False, calls: bool = False, holds: bool = False, waiter: Any = None) -> Departure:
+    frame: Any = SimpleNamespace(holds=holds, size=10)
     return Departure(frame, passes, calls, waiter=waiter)
 
 
@@ -118,7 +118,7 @@ def box_with(*departures: Departure, under_way: Departure | None = None) -> Outb
 
 def test_a_frame_whose_memory_may_change_is_waited_for() -> None:
     box = box_with()
-    assert box.add(departure(keep=True)) is True
+    assert box.add(departure(holds=True)) is True
     assert box.add(departure()) is False
 
 

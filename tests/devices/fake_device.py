@@ -40,7 +40,7 @@ class _Block:
 
 
 class FakeDevice:
-    """A `devices.discipline.Device`. Memory is given by number; each piece holds one value."""
+    """A `devices.discipline.Device` and `HostDevice`. Memory is given by number; each piece holds one value."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -84,12 +84,17 @@ class FakeDevice:
 
         self._enqueue(stream, do, (source, False), (target, True))
 
+    copy_to_host = copy
+
     def record(self, event: int, stream: int) -> None:
         self._enqueue(stream, None)
         self._recorded[event] = self._last[stream]
 
     def wait(self, event: int, stream: int) -> None:
         self._enqueue(stream, None, after=event)
+
+    def is_over(self, event: int) -> bool:
+        return event not in self._recorded or self._recorded[event].done
 
     # What the user's operations and torch do.
 
@@ -132,14 +137,27 @@ class FakeDevice:
         block.awaited = [self._last[user] for user in block.users if user != block.stream and user in self._last]
         self._free.append(memory)
 
+    def host_reads(self, memory: int) -> object:
+        """The value that the host finds in memory."""
+        if memory not in self._writer or not self._writer[memory].done:
+            raise Race(f"the host reads memory {memory} before the device has written it")
+        return self.memory[memory]
+
     def run(self) -> None:
         """Do all enqueued work."""
-        while any(self._streams.values()):
-            ready = [queue for queue in self._streams.values() if queue and all(need.done for need in queue[0].needs)]
-            if not ready:
-                raise AssertionError("streams wait for each other")
-            work = self._random.choice(ready).popleft()
-            if work.do is not None:
-                work.do()
-            work.done = True
-            work.needs = []
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Do one piece of enqueued work. False if there is none."""
+        if not any(self._streams.values()):
+            return False
+        ready = [queue for queue in self._streams.values() if queue and all(need.done for need in queue[0].needs)]
+        if not ready:
+            raise AssertionError("streams wait for each other")
+        work = self._random.choice(ready).popleft()
+        if work.do is not None:
+            work.do()
+        work.done = True
+        work.needs = []
+        return True

@@ -76,12 +76,12 @@ def test_a_staged_frame_is_never_one_piece_and_always_keeps_something() -> None:
 
 def test_what_was_staged_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     host = object()
-    assert staged(monkeypatch, Packed(b"table", [b"abc"], [host], [0], [3])).keep == [host]
-    assert staged(monkeypatch, Packed(b"table", [], [host], [FIRST], [3])).keep == [host]
+    assert staged(monkeypatch, Packed(b"table", [b"abc"], [host], [0], [3], [])).keep == [host]
+    assert staged(monkeypatch, Packed(b"table", [], [host], [FIRST], [3], [])).keep == [host]
 
 
 def test_buffers_in_device_memory_are_named_after_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = Packed(b"table", [b"abc", b"de"], ["kept"], [FIRST, 0, SECOND, 0], [7, 3, 8, 2])
+    packed = Packed(b"table", [b"abc", b"de"], ["kept"], [FIRST, 0, SECOND, 0], [7, 3, 8, 2], [])
     frame = staged(monkeypatch, packed)
     assert head_of(frame) == (kind_of(frame.pieces[0]) | PLACED, 2, 5 + 16, 5)
     places = bytes.fromhex("01000080 00000000 02000080 00000000")
@@ -93,14 +93,14 @@ def test_buffers_in_device_memory_are_named_after_the_table(monkeypatch: pytest.
 
 def test_a_staged_table_over_the_limit_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_TABLE", 5)
-    packed = Packed(b"table", [b"abc"], [], [0], [3])
+    packed = Packed(b"table", [b"abc"], [], [0], [3], [])
     assert head_of(staged(monkeypatch, packed))[2] == 5
     with pytest.raises(UnsendableError, match=r"too many tensors; .* stacked"):
         staged(monkeypatch, packed._replace(table=b"table!"))
 
 
 def test_buffers_of_a_staged_frame_move_to_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = Packed(b"table", [b"abc", b"de", b"f"], ["kept"], [FIRST, 0, 0, SECOND, 0], [7, 3, 2, 8, 1])
+    packed = Packed(b"table", [b"abc", b"de", b"f"], ["kept"], [FIRST, 0, 0, SECOND, 0], [7, 3, 2, 8, 1], [])
     frame = staged(monkeypatch, packed)
     kind = head_of(frame)[0]
     placed = place(frame, (5, 0, 6))
@@ -128,7 +128,7 @@ def test_buffers_move_to_segments() -> None:
 
 
 def test_a_mark_leaves_the_rest_of_a_frame_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = staged(monkeypatch, Packed(b"table", [b"abc"], ["kept"], [FIRST, 0], [7, 3]))
+    frame = staged(monkeypatch, Packed(b"table", [b"abc"], ["kept"], [FIRST, 0], [7, 3], []))
     kind, metadata, table, payload = head_of(frame)
     marked = with_trace(frame, "mark")
     assert head_of(marked) == (kind | frames.TRACED, metadata + 5, table, payload)

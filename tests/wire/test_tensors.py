@@ -132,7 +132,7 @@ def test_a_buffer_that_never_arrived() -> None:
 
 
 def test_no_tensors() -> None:
-    assert pack_tensors([]) == (b"", [], [], [], [])
+    assert pack_tensors([]) == (b"", [], [], [], [], [])
     assert Landing.parse(b"", 0).tensors() == []
     with pytest.raises(ProtocolError):
         Landing.parse(b"", 1)

@@ -126,7 +126,7 @@ class Calling(Reading):
             if not opened:
                 raise ChannelClosed("lost")
             if not (watched and slot.is_call and not frame.keep and self._hold(frame)):
-                self._send(frame, slot.deadline, is_call=slot.is_call)
+                self._send(frame, slot.deadline, is_call=slot.is_call, stays=not watched)
         except (ChannelClosed, ProtocolError) as error:
             self.lose(error)
             if not opened:
@@ -200,10 +200,11 @@ class Calling(Reading):
         with self._lock:
             return list(self._state.take_held())
 
-    def _send(self, frame: Frame | None, deadline: float, *, is_call: bool) -> None:
+    def _send(self, frame: Frame | None, deadline: float, *, is_call: bool, stays: bool = False) -> None:
         """Send the held frames, and then ``frame`` if given.
 
         Waits if the frame refers to memory that may change before the frame has left, or if the outbox is full.
+        ``stays``: see `_depart`.
         """
         departure = None
         if self._unflushed:
@@ -220,7 +221,7 @@ class Calling(Reading):
             elif held and frame is not None:
                 frame = join([*held, frame])
             if frame is not None and (self._unflushed or not self.channel.write(frame)):
-                departure = self._depart(frame, waits=True)
+                departure = self._depart(frame, waits=True, stays=stays)
             duty = departure is not None and self._outbox.take_duty()
         finally:
             self._sending.release()

@@ -68,6 +68,7 @@ class Line:
         self._turn = threading.Lock()
         # Guarded by _sending:
         self._unflushed = False  # part of a frame has not left, and must leave first
+        self._fills = False  # that part waited for a device when a thread last wrote
         self._outbox: Outbox[Waiter] = Outbox(serving.max_unsent_bytes)
         self._dead: str | None = None  # why sending has ended; None while it works
 
@@ -237,17 +238,24 @@ class Line:
         return self._depart(frame, waits=waits)
 
     def _depart(
-        self, frame: Frame, *, waits: bool, copies: bool = False, afterwards: Callable[[], None] | None = None
+        self,
+        frame: Frame,
+        *,
+        waits: bool,
+        stays: bool = False,
+        copies: bool = False,
+        afterwards: Callable[[], None] | None = None,
     ) -> Departure:
         """Queue a frame that the channel has not accepted, or not completely. The caller holds ``_sending``.
 
-        ``waits``: the sending thread can wait for the frame. ``copies``: the thread cannot wait, so the frame is
-        copied; if memory is short, the thread waits after all.
+        ``waits``: the sending thread can wait for the frame. ``stays``: that thread has nothing else to do until the
+        frame has left. ``copies``: the thread cannot wait, so the frame is copied; if memory is short, the thread waits
+        after all.
         """
         if self._dead is not None:
             raise ChannelClosed(self._dead)
         begun = not self._unflushed
-        if copies:
+        if copies and frame.holds:
             try:
                 if begun:
                     self.channel.copy_unsent()
@@ -260,7 +268,7 @@ class Line:
         if begun:
             self._unflushed = True
             self._outbox.begin(departure)
-            waits = waits and bool(frame.keep)
+            waits = waits and (frame.holds or (stays and frame.filling is not None))
         else:
             waits = self._outbox.add(departure) and waits
         if waits:
@@ -300,10 +308,12 @@ class Line:
             else:
                 in_time = waiter.sleep(max(0.0, deadline - time.monotonic()))
             if not in_time and self._give_up(departure):
-                raise RpcTimeoutError(
-                    f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than set "
-                    "timeout"
+                what = (
+                    f"a GPU has not computed all tensors of a message to worker {self.peer.name!r} in time"
+                    if self._fills
+                    else f"worker {self.peer.name!r} did not take all of a message in time"
                 )
+                raise RpcTimeoutError(f"{what}: RPC ran for more than set timeout")
 
     def _describe_room(self, size: int, deadline: float) -> Description:
         """Describes the wait of a thread whose message does not fit."""
@@ -355,11 +365,14 @@ class Line:
                     self._stop_pumping(departure)
                     return True
                 now = time.monotonic()
+                self._fills = self.channel.fills
                 if now >= deadline:
                     return False
                 if progress == "room":
                     moved = now
                     continue
+                if self._fills:  # the peer is not to blame
+                    moved = now
                 if now - moved > self._serving.patience:
                     way = self.channel.way()
                     if way.arrived <= arrived:
@@ -483,6 +496,6 @@ def _tell(departures: list[Departure]) -> None:
 
 def _copy(frame: Frame) -> Frame:
     """A copy of the frame that owns its memory."""
-    if not frame.keep:
+    if not frame.holds:
         return frame
     return Frame([bytes(piece) for piece in frame.pieces], frame.size, frame.keep, frame.places)

@@ -97,6 +97,10 @@ class LoggedChannel(Channel):
     def awaits(self) -> bool:  # type: ignore[override]
         return self._inside.awaits
 
+    @property
+    def fills(self) -> bool:  # type: ignore[override]
+        return self._inside.fills
+
     def write(self, frame: Frame) -> bool:
         self._show(frame)
         return self._inside.write(frame)

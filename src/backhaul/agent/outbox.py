@@ -87,7 +87,7 @@ class Outbox(Generic[W]):
 
     def add(self, departure: Departure) -> bool:
         """Queue a frame behind others. True if its thread must wait until the frame has left."""
-        waits = bool(departure.frame.keep) or self.full  # the memory is the user's, or too much waits already
+        waits = departure.frame.holds or self.full  # the memory is the user's, or too much waits already
         self._came += 1
         departure.number = self._came
         if departure.passes and departure.calls and any(map(_may_be_followed, (self.under_way, *self._rest))):

@@ -222,7 +222,7 @@ class EngineRun:
             self._on_held(self)
 
     def _note_streams(self) -> None:
-        """Note the streams of a Recv. Gradients that are held, or late, leave on those of a later Recv or of a thread."""
+        """Note the streams of a Recv. Held and late gradients leave on those of a later Recv, or of another thread."""
         if self._agent.devices is not None:
             self._agent.devices.streams.leave_word()
 

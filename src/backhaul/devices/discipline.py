@@ -13,10 +13,16 @@ case the next copy in, if it is on another stream, waits for *filled* as well.
 
 A sender gives up a segment only while it is marked as free. The driver frees the memory when both processes have
 unmapped it. Unmapping waits for the work of the device on that memory.
+
+Data that does not go in a segment is copied to memory of the host (`HostCopy`). That is enqueued, too, in chunks, each
+followed by an event. A chunk may be read when its event is over, and the memory of the host must live until the last
+one is.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -70,3 +76,62 @@ class Incoming:
         self._device.wait(self._filled, stream)
         self._device.copy(target, self._memory, size, stream)
         self._device.record(self._drained, stream)
+
+
+CHUNK = 4 << 20
+"""The bytes that are copied to the host before the next event."""
+
+
+class HostDevice(Protocol):
+    """The operations of a device for copies to the host."""
+
+    def copy_to_host(self, target: int, source: int, size: int, stream: int) -> None: ...
+
+    def record(self, event: int, stream: int) -> None: ...
+
+    def is_over(self, event: int) -> bool:
+        """Whether the device has done the work before the last `record` of the event."""
+
+
+class Event(Protocol):
+    number: int
+
+
+class HostCopy:
+    """A copy of device memory to memory of the host, chunk by chunk. Not thread-safe."""
+
+    __slots__ = ("_chunks", "_device", "_done", "_give_back")
+
+    def __init__(
+        self,
+        device: HostDevice,
+        target: int,
+        source: int,
+        size: int,
+        stream: int,
+        take: Callable[[], Event],
+        give_back: Callable[[Event], None],
+    ) -> None:
+        """Enqueue the copy. ``take`` returns an unused event, and ``give_back`` gets it back."""
+        self._device = device
+        self._give_back = give_back
+        self._done = 0
+        self._chunks: deque[tuple[int, Event]] = deque()  # not known to be over: where each ends, and its event
+        for start in range(0, size, CHUNK):
+            end = min(start + CHUNK, size)
+            event = take()
+            device.copy_to_host(target + start, source + start, end - start, stream)
+            device.record(event.number, stream)
+            self._chunks.append((end, event))
+
+    def done(self) -> int:
+        """How many bytes are there."""
+        while self._chunks and self._device.is_over(self._chunks[0][1].number):
+            self._done, event = self._chunks.popleft()
+            self._give_back(event)
+        return self._done
+
+    @property
+    def is_over(self) -> bool:
+        self.done()
+        return not self._chunks

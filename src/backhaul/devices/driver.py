@@ -22,6 +22,9 @@ stream of whichever device is current.
 """
 
 
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+
+
 class DriverError(Exception):
     """A call of the driver failed."""
 
@@ -60,6 +63,8 @@ class _Calls:
         self.record.argtypes = (pointer, pointer)
         self.wait = driver.cuStreamWaitEvent
         self.wait.argtypes = (pointer, pointer, number)
+        self.query = driver.cuEventQuery
+        self.query.argtypes = (pointer,)
 
 
 @lru_cache(maxsize=1)
@@ -107,6 +112,16 @@ def wait(event: int, stream: Stream) -> None:
     code = _calls().wait(stream, event, 0)
     if code:
         check(code, "waiting for an event")
+
+
+def is_over(event: int) -> bool:
+    """Whether the device has done the work before the last `record` of the event."""
+    code = _calls().query(event)
+    if code == _NOT_READY:
+        return False
+    if code:
+        check(code, "the work before an event")
+    return True
 
 
 def _elsewhere(stream: Stream, operation: Callable[..., None], *arguments: int) -> None:

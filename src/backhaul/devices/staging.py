@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from backhaul.compat import tolerate_streams
 from backhaul.devices import driver, maps, names
+from backhaul.devices.discipline import Event, HostCopy
 from backhaul.devices.maps import Devices
 from backhaul.devices.segments import MAX_NEW, DeviceLending
 from backhaul.devices.streams import new_streams
@@ -66,7 +71,8 @@ class Staging:
             if placed is not None:
                 self._new += bool(placed.descriptors)
                 return placed.id | DEVICE_PLACE, None, placed
-        return 0, *_to_host(memory, size)
+        copied = _ToHost(memory, size)
+        return 0, view_of(copied.host, size), copied
 
 
 class Gradients(Staging):
@@ -79,15 +85,56 @@ class Gradients(Staging):
         return headers.EXPECTED
 
 
-def _to_host(memory: torch.Tensor, size: int) -> tuple[memoryview, torch.Tensor]:
-    """A copy in pinned memory. The calling thread waits for that copy, and not for later work on the stream."""
-    host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    device = memory.get_device()
-    driver.copy_to_host(host.data_ptr(), memory.data_ptr(), size, driver.current_stream(device))
-    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    done.record(torch.cuda.current_stream(device))
-    done.synchronize()
-    return view_of(host, size), host
+class _ToHost:
+    """A copy in pinned memory of the first bytes of a tensor, enqueued on the current stream. A `filling.Copying`."""
+
+    def __init__(self, memory: torch.Tensor, size: int) -> None:
+        _free_ended()
+        self.size = size
+        self.host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        device = memory.get_device()
+        stream = driver.current_stream(device)
+        # The message may drop the last reference to the tensor before the copy begins.
+        memory.record_stream(driver.torch_stream(device))
+        take, give_back = partial(_event, device), _spare.setdefault(device, []).append
+        self.copy = HostCopy(driver, self.host.data_ptr(), memory.data_ptr(), size, stream, take, give_back)
+
+    def done(self) -> int:
+        return self.copy.done()
+
+    def __del__(self) -> None:
+        # The message did not leave. Torch's allocator, which does not know of the copy, would reuse the pinned memory.
+        with contextlib.suppress(AttributeError, driver.DriverError):
+            if not self.copy.is_over:
+                _ended.append(_Ended(self.host, self.copy))
+
+
+class _Ended(NamedTuple):
+    host: torch.Tensor
+    copy: HostCopy
+
+
+# Global to the process, as its GPUs are.
+_ended: deque[_Ended] = deque()
+"""Copies that no message needs, and their memory, until the device has made them."""
+_freeing = threading.Lock()
+_spare: dict[int, list[Event]] = {}
+"""Unused events, by device."""
+
+
+def _free_ended() -> None:
+    with _freeing:
+        for _ in range(len(_ended)):
+            ended = _ended.popleft()
+            if not ended.copy.is_over:
+                _ended.append(ended)
+
+
+def _event(device: int) -> Event:
+    try:
+        return _spare[device].pop()
+    except IndexError:
+        return driver.new_event(device)
 
 
 def own_devices(device_maps: Any, used: Sequence[int]) -> Devices:

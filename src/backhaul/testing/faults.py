@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want, Way
+from backhaul.transport.filling import whole
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import HEADER, Frame, kind_of
 from backhaul.wire.messages import KINDS, Call, Failure, Result
@@ -154,6 +155,10 @@ class FaultyChannel(Channel):
     def awaits(self) -> bool:  # type: ignore[override]
         return self._inside.awaits
 
+    @property
+    def fills(self) -> bool:  # type: ignore[override]
+        return self._inside.fills
+
     def write(self, frame: Frame) -> bool:
         passed = self._suffer(frame)
         if not passed:
@@ -184,7 +189,7 @@ class FaultyChannel(Channel):
                 self._inside.shutdown()
                 raise ChannelClosed("cut by a fault")
             if action == "delay":
-                copy = Frame([bytes(each)], each.size)
+                copy = Frame([whole(each)], each.size)
                 self._faults.hold(lambda copy=copy: self._write_late(copy))  # type: ignore[misc]
             elif action != "drop":
                 passed += [each] * (2 if action == "duplicate" else 1)
@@ -230,7 +235,7 @@ def _split(frame: Frame) -> list[Frame]:
     if HEADER.size + metadata + table + payload == frame.size:
         return [frame]
     parts = []
-    data = memoryview(bytes(frame))
+    data = memoryview(whole(frame))
     while data:
         _, _, _, metadata, table, payload = HEADER.unpack_from(data)
         size = HEADER.size + metadata + table + payload
@@ -242,7 +247,7 @@ def _split(frame: Frame) -> list[Frame]:
 def _join(frames: list[Frame]) -> Frame:
     if len(frames) == 1:
         return frames[0]
-    return Frame([b"".join(piece for each in frames for piece in each.pieces)], sum(each.size for each in frames))
+    return Frame([b"".join(map(whole, frames))], sum(each.size for each in frames))
 
 
 class _FaultyVisitor(Visitor):

@@ -54,7 +54,11 @@ class Channel(ABC):
     between = False
     """Whether an unfinished frame is between two slices, so that `interject` is possible."""
     awaits = False
-    """Whether the rest of the frame must wait, until the peer has everything that went over further connections."""
+    """Whether the rest of the frame must wait: because it `fills`, or until the peer has everything that went over
+    further connections.
+    """
+    fills = False
+    """Whether the rest of the frame waits for a device of this worker, which still copies data into it."""
 
     @abstractmethod
     def fileno(self) -> int:

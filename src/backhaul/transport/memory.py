@@ -19,6 +19,7 @@ from backhaul.errors import AuthenticationError
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, Welcome, require_welcome
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
+from backhaul.transport.filling import whole
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
 
@@ -92,7 +93,7 @@ class MemoryChannel(Channel):
     def write(self, frame: Frame) -> bool:
         if self._ended or self.peer is None:
             raise ChannelClosed("the channel ended")
-        self._network.post(self.peer, bytes(frame))
+        self._network.post(self.peer, whole(frame))
         self.sent += frame.size
         return True
 

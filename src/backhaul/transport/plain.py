@@ -17,6 +17,7 @@ from backhaul.options import RpcOptions
 from backhaul.security.credentials import require_same_user
 from backhaul.transport import segments, sockets
 from backhaul.transport.base import Channel, Way
+from backhaul.transport.filling import fills_for_long
 from backhaul.transport.greeting import Line, Steps
 from backhaul.transport.room import check_room
 from backhaul.transport.segments import Borrowing, Budget, Lending
@@ -115,6 +116,8 @@ class StreamChannel(SlicedChannel):
         return True
 
     def _write_large(self, frame: Frame) -> bool:
+        if self._lending is not None and fills_for_long(frame):
+            return self._begin_whole(frame)  # its buffers are copied into segments
         self._close_passed()
         if frame.places:
             leaving = [each for each in frame.keep if type(each) is Placed]
@@ -166,10 +169,13 @@ class StreamChannel(SlicedChannel):
         self._passed = []
 
     def flush(self) -> bool:
-        if self.between and self._slices is not None:
+        if self.between:
             if self.awaits:
                 return False
-            self._unsent = self._seal(self._take_slice(self._slices))
+            if (whole := self._take_whole()) is not None:
+                return self._write_large(whole)
+            if self._slices is not None:
+                self._unsent = self._seal(self._take_slice(self._slices))
         flags = self._flags
         while self._unsent:
             beside: Sequence[tuple[int, int, array.array[int]]] = ()

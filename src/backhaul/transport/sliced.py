@@ -2,18 +2,25 @@
 
 A subclass writes bytes in its own way. It calls `_take_slice` for the next slice whenever it is `between` two slices,
 and `_slice_left` when a slice is written.
+
+A frame into which a device still copies data (`wire.filling`) leaves in slices, too, each when its bytes are there.
+Small frames pass it meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
+
+from msgspec import structs
 
 from backhaul.errors import ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.transport import sockets
 from backhaul.transport.base import Channel, ChannelClosed, Way
+from backhaul.transport.filling import fills_for_long, missing, wait_while
 from backhaul.transport.readable import Readable
 from backhaul.transport.sockets import (
     SEND_FLAGS,
@@ -26,6 +33,7 @@ from backhaul.transport.sockets import (
 )
 from backhaul.transport.strands import WIDE, Strands
 from backhaul.wire.decoder import Decoder, Envelope
+from backhaul.wire.filling import Filling
 from backhaul.wire.frames import Frame
 from backhaul.wire.lanes import LAST, MOST_SLICE, SHORT, Pace, Slices
 
@@ -42,6 +50,8 @@ class SlicedChannel(Channel):
         self._decoder = decoder
         self.next = decoder.next  # type: ignore[method-assign]
         self._slices: Slices | None = None  # the rest of a large frame
+        self._filling: Filling | None = None  # of that frame
+        self._whole: Frame | None = None  # a frame that begins to leave when all of its bytes are there
         self._pace = Pace()
         self._began = 0.0  # when the current slice began
         self._taken = 0  # the size of the current slice
@@ -68,9 +78,11 @@ class SlicedChannel(Channel):
     def _begin(self, frame: Frame) -> bool:
         """Begin a frame, and keep its memory until it is written. Returns whether it must be written in slices."""
         self._keep = frame.keep
-        if frame.size <= self._pace.size:
+        fills = fills_for_long(frame)
+        if frame.size <= self._pace.size and not fills:
             return False
         self._slices = Slices(frame.pieces)
+        self._filling = frame.filling if fills else None
         if self._buffer is not None:
             self._buffer.begin()
         self._wide = self._strands is not None and frame.size >= WIDE
@@ -79,15 +91,40 @@ class SlicedChannel(Channel):
         self.between = True
         return True
 
+    def _begin_whole(self, frame: Frame) -> bool:
+        """Let a frame leave when it no longer fills. Returns False, as `write` does then."""
+        self._whole = frame
+        self.between = True
+        return False
+
+    def _take_whole(self) -> Frame | None:
+        """The frame of `_begin_whole`, if it can leave now."""
+        frame = self._whole
+        if frame is None or frame.filling is None or self.fills:
+            return None
+        self._whole = None
+        self.between = False
+        return structs.replace(frame, filling=None)
+
     @property
     def awaits(self) -> bool:  # type: ignore[override]
-        return (
-            self._wide
-            and self._slices is not None
-            and self._slices.left <= LAST
-            and self._strands is not None
-            and not self._strands.idle
+        if self._whole is not None:
+            return self.fills
+        if self._slices is None:
+            return False
+        return self.fills or (
+            self._wide and self._slices.left <= LAST and self._strands is not None and not self._strands.idle
         )
+
+    @property
+    def fills(self) -> bool:  # type: ignore[override]
+        whole, slices, filling = self._whole, self._slices, self._filling
+        if whole is not None and whole.filling is not None:
+            return missing(whole.filling) > 0
+        if slices is None or filling is None:
+            return False
+        unfilled = missing(filling)
+        return unfilled > 0 and slices.left - unfilled < min(self._pace.size, slices.left)
 
     def _take_slice(self, slices: Slices) -> list[memoryview]:
         """The bytes to write next."""
@@ -120,7 +157,10 @@ class SlicedChannel(Channel):
             if self._slices.left:
                 self.between = True
                 return False
-            self._slices = None
+            self._slices = self._filling = None
+        if self._whole is not None:
+            self.between = True
+            return False
         self._keep = None
         return True
 
@@ -135,9 +175,17 @@ class SlicedChannel(Channel):
         return way if self._strands is None else self._strands.way(way)
 
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
+        if write and self.between and self.fills:
+            return self._await_filling(read, timeout)
         if write and self._strands is not None and self.between and self.awaits:
             return self._strands.await_progress(self._socket, read=read, timeout=timeout)
         return await_ready(self._socket, read=read, write=write, timeout=timeout)
+
+    def _await_filling(self, read: bool, timeout: float | None) -> bool:
+        def goes_on() -> bool:
+            return self.fills and not (read and await_ready(self._socket, read=True, write=False, timeout=0))
+
+        return wait_while(goes_on, math.inf if timeout is None else timeout)
 
     def next(self) -> Envelope | None:  # replaced in __init__, to save a call
         return self._decoder.next()
@@ -162,7 +210,7 @@ class SlicedChannel(Channel):
         return ChannelClosed(f"one of the connections for large tensors has broken: {problem}")
 
     def close(self) -> None:
-        self._slices = None
+        self._slices = self._filling = self._whole = None
         self._keep = None
         self._socket.close()
         if self._strands is not None:

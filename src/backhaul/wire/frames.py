@@ -34,12 +34,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 import torch
 
 from backhaul.errors import UnsendableError
+from backhaul.wire.filling import Filling
 from backhaul.wire.messages import KIND_OF, Failure
 from backhaul.wire.messages import VERSION as VERSION  # defined there, so that the greeting does not import torch
 from backhaul.wire.tensors import Packed, Staging, pack_small, pack_staged, pack_tensors
@@ -76,8 +78,19 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     keep: Any = None
     places: Sequence[int] = ()
     """If some buffers are in segments already: the segment of each buffer, or 0. Those are not among the pieces."""
+    filling: Filling | None = None
+    """If a device still copies data into the pieces: how far it is."""
+    owned: bool = False
+    """No other code changes the memory of the pieces, although there is a ``keep``."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the memory is the user's, and must not change before the frame has left."""
+        return bool(self.keep) and not self.owned
 
     def __bytes__(self) -> bytes:
+        if self.filling is not None and self.filling.missing:
+            raise ValueError("a device still copies data into this frame")
         return b"".join(self.pieces)
 
 
@@ -120,13 +133,20 @@ def _staged(kind: int, metadata: bytes, packed: Packed) -> Frame:
     if len(packed.table) > MAX_TABLE:
         raise UnsendableError("this message has too many tensors; send them in several calls, or stacked")
     payload = sum(map(len, packed.buffers))
+    filling = _filling(packed, payload) if packed.copies else None
+    owned = filling is not None and len(packed.copies) == sum(type(buffer) is memoryview for buffer in packed.buffers)
     if not any(packed.places):
         head = HEADER.pack(MAGIC, VERSION, kind, len(metadata), len(packed.table), payload) + metadata + packed.table
-        return Frame([head, *packed.buffers], len(head) + payload, packed.keep or True)
+        return Frame([head, *packed.buffers], len(head) + payload, packed.keep or True, (), filling, owned)
     places = struct.pack(f"<{len(packed.places)}I", *packed.places)
     start = HEADER.pack(MAGIC, VERSION, kind | PLACED, len(metadata), len(packed.table) + len(places), payload)
     head = b"".join((start, metadata, packed.table, places))
-    return Frame([head, *packed.buffers], len(head) + payload, packed.keep, packed.places)
+    return Frame([head, *packed.buffers], len(head) + payload, packed.keep, packed.places, filling, owned)
+
+
+def _filling(packed: Packed, payload: int) -> Filling:
+    starts = list(accumulate(map(len, packed.buffers), initial=0))
+    return Filling([(starts[index], copying) for index, copying in packed.copies], payload)
 
 
 def _small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
@@ -137,7 +157,10 @@ def _small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
 
 
 def place(frame: Frame, segments: Sequence[int]) -> Frame:
-    """The frame without the buffers that are in segments. ``segments`` has the segment of each buffer, or 0."""
+    """The frame without the buffers that are in segments. ``segments`` has the segment of each buffer, or 0.
+
+    The frame must not be filling.
+    """
     if frame.places:
         return _place_more(frame, segments)
     head, *buffers = frame.pieces
@@ -147,7 +170,7 @@ def place(frame: Frame, segments: Sequence[int]) -> Frame:
     payload = sum(map(len, left))
     start = HEADER.pack(magic, version, kind | PLACED, metadata, table + len(places), payload)
     head = b"".join((start, memoryview(head)[HEADER.size :], places))
-    return Frame([head, *left], len(head) + payload, frame.keep)
+    return Frame([head, *left], len(head) + payload, frame.keep, (), None, frame.owned)
 
 
 def _place_more(frame: Frame, segments: Sequence[int]) -> Frame:
@@ -161,7 +184,7 @@ def _place_more(frame: Frame, segments: Sequence[int]) -> Frame:
     start = HEADER.pack(magic, version, kind, metadata, table, payload)
     ends = len(head) - 4 * len(places)
     head = b"".join((start, memoryview(head)[HEADER.size : ends], struct.pack(f"<{len(places)}I", *places)))
-    return Frame([head, *left], len(head) + payload, frame.keep, places)
+    return Frame([head, *left], len(head) + payload, frame.keep, places, None, frame.owned)
 
 
 def with_trace(frame: Frame, trace: str) -> Frame:
@@ -171,7 +194,8 @@ def with_trace(frame: Frame, trace: str) -> Frame:
     mark = trace.encode("ascii")
     start = HEADER.pack(magic, version, kind | TRACED, metadata + 1 + len(mark), table, payload)
     head = b"".join((start, bytes((len(mark),)), mark, memoryview(head)[HEADER.size :]))
-    return Frame([head, *buffers], frame.size + 1 + len(mark), frame.keep, frame.places)
+    size = frame.size + 1 + len(mark)
+    return Frame([head, *buffers], size, frame.keep, frame.places, frame.filling, frame.owned)
 
 
 def kind_of(head: bytes | memoryview) -> int:

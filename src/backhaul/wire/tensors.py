@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from backhaul.errors import UnsendableError
 from backhaul.wire import headers, spans
+from backhaul.wire.filling import Copying
 from backhaul.wire.headers import Header
 
 INLINE = 64 * 1024  # buffers up to this size are copied into bytes when packing
@@ -35,7 +36,7 @@ class Staging(Protocol):
         """Prepare the first ``size`` bytes of a tensor for sending.
 
         Returns the place of the bytes in a segment and None, or 0 and the bytes. The third item must stay alive until
-        the bytes are sent.
+        the bytes are sent. With bytes it is a `Copying`: the device may still be copying them.
         """
 
 
@@ -48,6 +49,7 @@ class Packed(NamedTuple):
     # If the tensors are staged, one entry for each buffer; otherwise empty.
     places: list[int]  # the place of each buffer; one whose place is not 0 is not in `buffers`
     sizes: list[int]  # the size of each buffer
+    copies: list[tuple[int, Copying]]  # for each of ``buffers`` that a device copies: its index, and the copy
 
 
 def view_of(tensor: torch.Tensor, nbytes: int) -> memoryview:
@@ -107,7 +109,9 @@ def _pack_one(tensor: torch.Tensor, staging: Staging) -> Packed | None:
     device = staging.code(tensor.device)
     place, data, keep = staging.stage(tensor, nbytes, device)
     table = headers.encode_single(code, _flags(tensor), tensor.shape, nbytes, device)
-    return Packed(table, [] if data is None else [data], [keep], [place], [nbytes])
+    if data is None:
+        return Packed(table, [], [keep], [place], [nbytes], [])
+    return Packed(table, [data], [keep], [place], [nbytes], [(0, keep)])
 
 
 def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
@@ -117,7 +121,7 @@ def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
     change before the buffers are written. Raises UnsendableError.
     """
     if not tensors:
-        return Packed(b"", [], [], [], [])
+        return Packed(b"", [], [], [], [], [])
     try:
         return _pack_plain(tensors) or _pack(tensors)
     except UnsendableError:
@@ -130,7 +134,7 @@ def _pack_plain(tensors: Sequence[torch.Tensor]) -> Packed | None:
     """Like `_pack`, if all tensors are contiguous, on the CPU, and share no storage with each other; else None."""
     plain: list[headers.Plain] = []
     storages: set[int] = set()
-    packed = Packed(b"", [], [], [], [])
+    packed = Packed(b"", [], [], [], [], [])
     for tensor in tensors:
         kind = type(tensor)
         code = headers.DTYPE_CODES.get(tensor.dtype)
@@ -177,6 +181,7 @@ def _add_buffer(
             packed.places[-1] = place
             packed.keep.append(keep)
             if data is not None:
+                packed.copies.append((len(packed.buffers), keep))
                 packed.buffers.append(data)
             return len(packed.sizes) - 1
     if nbytes <= INLINE:
@@ -213,7 +218,7 @@ def _pack(tensors: Sequence[torch.Tensor], staging: Staging | None = None) -> Pa
     for item in items:
         _check_storage(item.tensor, item.nbytes)
         storages.setdefault(item.tensor.untyped_storage()._cdata, []).append(item)
-    packed = Packed(b"", [], [], [], [])
+    packed = Packed(b"", [], [], [], [], [])
     for group in storages.values():
         if len(group) == 1:
             _add_alone(packed, entries, group[0], staging)
