@@ -249,13 +249,15 @@ class Line:
         """Queue a frame that the channel has not accepted, or not completely. The caller holds ``_sending``.
 
         ``waits``: the sending thread can wait for the frame. ``stays``: that thread has nothing else to do until the
-        frame has left. ``copies``: the thread cannot wait, so the frame is copied; if memory is short, the thread waits
-        after all.
+        frame has left. ``copies``: the thread cannot wait, so the frame is copied; if memory is short, or the frame is
+        filling, the thread waits after all.
         """
         if self._dead is not None:
             raise ChannelClosed(self._dead)
         begun = not self._unflushed
-        if copies and frame.holds:
+        if copies and frame.holds and frame.filling is not None:
+            waits = True
+        elif copies and frame.holds:
             try:
                 if begun:
                     self.channel.copy_unsent()

@@ -1,7 +1,9 @@
 """``backhaul bench --cuda``: echoes and chains of tensors on one GPU between two processes, beside torch RPC.
 
 Each system has its own client and server, and both have a CUDA context on the GPU. The systems take turns, one piece of
-work after the other, in every round. A client's measurement ends with a synchronisation of the device.
+work after the other, in every round. The processes of the system that waits for its turn are stopped (SIGSTOP), because
+torch's workers poll all the time, also while they have nothing to do. A client's measurement ends with a
+synchronisation of the device.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -65,6 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         for client in clients.values():
             client.await_ready()
+            client.stop()
         for _ in range(given.rounds):
             for work in WORKS:
                 for system, client in clients.items():
@@ -109,11 +113,21 @@ class _Client:
     def await_ready(self) -> None:
         self._answer()
 
+    def stop(self) -> None:
+        self._signal(signal.SIGSTOP)
+
     def measure(self, work: Work) -> float:
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps([work.kind, work.size, work.times]) + "\n")
         self._process.stdin.flush()
-        return float(self._answer())
+        seconds = float(self._answer())
+        self.stop()
+        return seconds
+
+    def _signal(self, number: int) -> None:
+        for process in (self._server, self._process):
+            process.send_signal(number)
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
@@ -125,6 +139,7 @@ class _Client:
     def end(self) -> None:
         """Let both processes shut down, and kill those that do not."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):  # the client has died
             self._process.stdin.close()
         for process in (self._process, self._server):
