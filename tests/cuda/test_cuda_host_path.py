@@ -29,6 +29,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """Run the kernels of the tests once. CUDA loads a kernel at its first launch, and may then wait for the device."""
+    if torch.cuda.is_available():
+        late(torch.full((LARGE,), -1.0, device=GPU)).zero_().neg()
+        torch.cuda.synchronize()
+
+
 @pytest.fixture(params=WAYS)
 def pair(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
     options = RpcOptions(device_maps="same", secret=bytes(32), **WAYS[request.param])
