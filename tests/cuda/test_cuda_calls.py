@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from backhaul import rpc
 from backhaul.errors import UnsendableError
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from crew import Crew
 
 GPU = torch.device("cuda", 0)
 A_WHILE = 200_000_000  # cycles of the GPU: about a tenth of a second
@@ -141,35 +133,3 @@ def test_the_cpu_may_be_mapped_to_a_gpu() -> None:
         y = workers[0].rpc_sync("worker1", double, args=(torch.ones(3),))
         assert y.device.type == "cpu"
         assert y.tolist() == [2, 2, 2]
-
-
-def see_one_gpu(name: str, rank: int, init_method: str) -> None:
-    """Join a group of two after the GPU got its name in this process."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = name
-    rpc.init_rpc(
-        f"worker{rank}",
-        rank=rank,
-        world_size=2,
-        rpc_backend_options=RpcOptions(init_method=init_method, device_maps="same"),
-    )
-
-
-def call_the_other() -> tuple[str, int]:
-    x = torch.full((1 << 20,), 3.0, device=GPU)
-    y = rpc.rpc_sync("worker1", double, args=(x,))
-    (peer,) = [each for each in rpc.debug_info()["peers"] if each["name"] == "worker1"]
-    assert torch.equal(y, x * 2)
-    return str(y.device), peer["bytes"].get("device", {"sent": 0})["sent"]
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_workers_that_do_not_see_the_same_gpus_use_host_memory(same: bool) -> None:
-    """The GPU has two names here. With several GPUs, ``0`` and ``1`` would be the usual names."""
-    names = "0", "0" if same else f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    with Crew(2, group=False) as crew:
-        starts = [hand.start(see_one_gpu, names[rank], rank, crew.init_method) for rank, hand in enumerate(crew)]
-        for start in starts:
-            start.result(100)
-        device, shared = crew[0].run(call_the_other)
-    assert device == "cuda:0"
-    assert (shared > 0) is same

@@ -253,7 +253,7 @@ class Outgoing(Routes):
             if served is None or served.channel.device_lending is None:
                 self.post(to, message, tensors)
                 return
-            staging: Gradients | None = self.devices.gradients(served.peer.name, served.channel.device_lending)
+            staging: Gradients | None = Gradients(served.channel.device_lending)
         elif self.devices is not None and self.devices.crosses:
             staging = Gradients(None)
         else:
@@ -292,5 +292,5 @@ class Outgoing(Routes):
         if self.devices is None:
             return None
         if any(tensor.is_cuda for tensor in tensors):
-            return self.devices.gradients(line.peer.name, line.channel.device_lending)
+            return Gradients(line.channel.device_lending)
         return Gradients(None) if self.devices.crosses else None

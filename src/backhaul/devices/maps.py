@@ -22,24 +22,6 @@ class Devices(msgspec.Struct, frozen=True):
     same: bool = False
     """Whether its map to each peer connects devices of equal indices."""
     used: tuple[int, ...] = ()
-    gpus: tuple[str, ...] | None = None
-    """What ``CUDA_VISIBLE_DEVICES`` calls its GPUs, in their order; None if the variable is not set."""
-
-
-def listed(visible: str | None, count: int) -> tuple[str, ...] | None:
-    """The names of a worker's GPUs, for `Devices.gpus`. ``visible``: the value of ``CUDA_VISIBLE_DEVICES``."""
-    return None if visible is None else tuple(name.strip() for name in visible.split(","))[:count]
-
-
-def hidden(mine: Devices, theirs: Devices) -> frozenset[int]:
-    """The GPUs of a worker that a worker on the same host does not see, or may not see.
-
-    A GPU may have a number in one list and a UUID in the other. Nothing says that these are the same GPU.
-    """
-    names = map(str, range(mine.count)) if mine.gpus is None else mine.gpus
-    if theirs.gpus is None:
-        return frozenset() if theirs.count else frozenset(range(mine.count))
-    return frozenset(index for index, name in enumerate(names) if name not in theirs.gpus)
 
 
 def inverted(map: Mapping[str, str]) -> DeviceMap:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -58,23 +57,16 @@ _NO_CODES = Codes({}, "", reply=False)
 class Staging:
     """How the tensors of one message go to a peer. Implements `wire.tensors.Staging`."""
 
-    def __init__(self, codes: Codes, lending: DeviceLending | None, hidden: frozenset[int] = frozenset()) -> None:
-        """``hidden``: the GPUs that the peer does not see. Their tensors go through host memory."""
+    def __init__(self, codes: Codes, lending: DeviceLending | None) -> None:
         self._codes = codes
         self._lending = lending
-        self._hidden = hidden
         self._new = 0
 
     def code(self, device: torch.device) -> int:
         return self._codes[device]
 
     def stage(self, memory: torch.Tensor, size: int, code: int) -> tuple[int, memoryview | None, Any]:
-        if (
-            self._lending is not None
-            and code != headers.CPU
-            and self._new < MAX_NEW
-            and not (self._hidden and memory.get_device() in self._hidden)
-        ):
+        if self._lending is not None and code != headers.CPU and self._new < MAX_NEW:
             placed = self._lending.place(memory, size)
             if placed is not None:
                 self._new += bool(placed.descriptors)
@@ -86,8 +78,8 @@ class Staging:
 class Gradients(Staging):
     """How gradients go to a peer: each to the device from which its tensor came, which the receiver knows."""
 
-    def __init__(self, lending: DeviceLending | None, hidden: frozenset[int] = frozenset()) -> None:
-        super().__init__(_NO_CODES, lending, hidden)
+    def __init__(self, lending: DeviceLending | None) -> None:
+        super().__init__(_NO_CODES, lending)
 
     def code(self, device: torch.device) -> int:
         return headers.EXPECTED
@@ -147,10 +139,10 @@ def _event(device: int) -> Event:
 
 def own_devices(device_maps: Any, used: Sequence[int]) -> Devices:
     """What this worker tells the others about its devices."""
-    count = _count()
-    gpus = maps.listed(os.environ.get("CUDA_VISIBLE_DEVICES"), count)
+    if device_maps is None and not used:
+        return Devices(_count())
     same = device_maps == "same"
-    return Devices(count, {} if same or device_maps is None else device_maps, same, tuple(used), gpus)
+    return Devices(_count(), {} if same or device_maps is None else device_maps, same, tuple(used))
 
 
 def _count() -> int:
@@ -189,7 +181,7 @@ class WorkerDevices:
         self.crosses = maps.cross(all)
         """Whether some device map leads from the CPU of one worker to a GPU of another, or the reverse."""
         self._codes: dict[tuple[str, bool], Codes] = {}
-        self._hidden: dict[str, frozenset[int]] = {}
+        self._warned = False
 
     def staging(
         self, peer: str, lending: DeviceLending | None, tensors: Sequence[torch.Tensor], *, reply: bool
@@ -210,28 +202,7 @@ class WorkerDevices:
             return None
         if not codes.has_any and not reply:
             raise UnsendableError(no_map(peer))
-        return Staging(codes, lending, self._hidden_from(peer) if lending is not None else frozenset())
-
-    def gradients(self, peer: str, lending: DeviceLending | None) -> Gradients:
-        """The staging for gradients that go to a peer."""
-        return Gradients(lending, self._hidden_from(peer) if lending is not None else frozenset())
-
-    def _hidden_from(self, peer: str) -> frozenset[int]:
-        """The GPUs of this worker that a peer on the same host does not see."""
-        found = self._hidden.get(peer)
-        if found is None:
-            mine, theirs = self._all.get(self._me, Devices()), self._all.get(peer, Devices())
-            found = self._hidden[peer] = maps.hidden(mine, theirs)
-            if found:
-                _log.warning(
-                    "tensors on %s go to worker %r through host memory, because that worker does not see the GPU, or "
-                    "has another name for it: CUDA_VISIBLE_DEVICES is %s here and %s there",
-                    " and ".join(f"cuda:{index}" for index in sorted(found)),
-                    peer,
-                    _visible(mine),
-                    _visible(theirs),
-                )
-        return found
+        return Staging(codes, lending)
 
     def mapped(self, peer: str) -> tuple[str, ...]:
         """The GPUs of a peer in this worker's map: results on them come here without a copy to the CPU."""
@@ -249,9 +220,10 @@ class WorkerDevices:
     def _mapped(self, source: str, target: str) -> tuple[str, ...]:
         return tuple(there for there in maps.map_between(self._all, source, target).values() if there != names.CPU)
 
-
-def _visible(devices: Devices) -> str:
-    return "not set" if devices.gpus is None else repr(",".join(devices.gpus))
+    def warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s", text)
 
 
 def needs_devices(all: Mapping[str, Devices]) -> bool:
