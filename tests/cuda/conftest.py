@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharing import share_device_memory
 
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster
@@ -38,4 +39,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
     way: dict[str, Any] = dict(WAYS[request.param])
     pool = {"device_pool_bytes": way.pop("pool")} if "pool" in way else {}
     with InProcessCluster(2, options=RpcOptions(device_maps="same", **pool), **way) as workers:
+        if request.param == "device segments":
+            share_device_memory(workers)
         yield workers

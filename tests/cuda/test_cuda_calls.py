@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from sharing import share_device_memory
 
+from backhaul import rpc
+from backhaul.devices import segments
 from backhaul.errors import UnsendableError
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from crew import Crew
 
 GPU = torch.device("cuda", 0)
 A_WHILE = 200_000_000  # cycles of the GPU: about a tenth of a second
@@ -54,6 +63,7 @@ def test_a_function_has_a_stream_of_its_own(pair: InProcessCluster) -> None:
 
 def test_a_call_sends_what_is_enqueued_and_waits_for_nothing() -> None:
     with InProcessCluster(2, sockets=True, options=RpcOptions(device_maps="same")) as workers:
+        share_device_memory(workers)
         x = torch.ones(1 << 20, device=GPU)
         # Make the segments, and load the kernels: CUDA waits for the device when it loads a kernel.
         workers[0].rpc_sync("worker1", slowly_double, args=(x.add_(0),))
@@ -71,6 +81,7 @@ def test_a_call_sends_what_is_enqueued_and_waits_for_nothing() -> None:
 
 def test_bytes_in_device_memory_are_counted() -> None:
     with InProcessCluster(2, sockets=True, options=RpcOptions(device_maps="same")) as workers:
+        share_device_memory(workers)
         x = torch.ones(1 << 20, device=GPU)
         for _ in range(3):
             workers[0].rpc_sync("worker1", double, args=(x,))
@@ -133,3 +144,31 @@ def test_the_cpu_may_be_mapped_to_a_gpu() -> None:
         y = workers[0].rpc_sync("worker1", double, args=(torch.ones(3),))
         assert y.device.type == "cpu"
         assert y.tolist() == [2, 2, 2]
+
+
+def join(rank: int, init_method: str, sees_the_gpu: bool) -> None:
+    """Join a group of two. A process that does not see the GPU of its peer has another one; here it only says so."""
+    if not sees_the_gpu:
+        segments.uuid_of = lambda device: "another"
+    options = RpcOptions(init_method=init_method, device_maps="same")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+
+
+def call_the_other() -> int:
+    """The number of bytes that went in device memory."""
+    for number in range(3):
+        x = torch.full((1 << 20,), float(number), device=GPU)
+        assert torch.equal(rpc.rpc_sync("worker1", double, args=(x,)), x * 2)
+    (peer,) = [each for each in rpc.debug_info()["peers"] if each["name"] == "worker1"]
+    sent: int = peer["bytes"].get("device", {"sent": 0})["sent"]
+    return sent
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_without_the_peers_gpu_tensors_go_through_host_memory(sees: bool) -> None:
+    with Crew(2, group=False) as crew:
+        joins = [hand.start(join, rank, crew.init_method, sees or not rank) for rank, hand in enumerate(crew)]
+        for each in joins:
+            each.result(100)
+        sent = crew[0].run(call_the_other)
+    assert sent == (2 * 4 << 20 if sees else 0)

@@ -54,7 +54,9 @@ def segment(id: int = 1, size: int = 100) -> Any:
 def lending(monkeypatch: pytest.MonkeyPatch) -> DeviceLending:
     monkeypatch.setattr(segments.driver, "torch_stream", lambda device: None)
     monkeypatch.setattr(segments.driver, "current_stream", lambda device: ~device)
-    return DeviceLending(1 << 30, lambda text: None)
+    made = DeviceLending(1 << 30, lambda text: None)
+    made._opened.add(0)  # the peer has opened a segment on trial
+    return made
 
 
 def place(lending: DeviceLending, size: int) -> Placed | None:

@@ -4,11 +4,17 @@ A segment consists of device memory that its sender has allocated for this purpo
 processes have, and a page of ordinary shared memory that says whether the segment is free. The sender passes it once,
 as two descriptors: first the page, then the memory. `discipline` describes the order of the other steps.
 
+A receiver cannot always open a segment: it may not see the GPU (``CUDA_VISIBLE_DEVICES``, containers), or the driver
+may refuse. So the first segment on a device is passed on trial, without data, beside a message whose tensors go through
+host memory. The receiver opens it at once, and says in the page whether that worked. Data goes in segments only then.
+
 The page::
 
     offset  size  field
     0       1     1 while the segment is in use: the sender sets it, the receiver clears it
     1       1     1 after the sender has given it up
+    2       1     1 if it is on trial
+    3       1     what the receiver says about a segment on trial: 1 if it has opened it, 2 if it could not
     8       8     magic "BHDEVSEG"
     16      8     size of the memory, little-endian
     24      64    handle of the event *filled*
@@ -17,6 +23,8 @@ The page::
     192     4     number of the segment
     200     16    a random name, by which workers of the same process find the segment: a process cannot open the
                   handles of its own events
+    256     2     size of the next field, little-endian
+    258     1024  why the receiver could not open the segment, UTF-8
 """
 
 from __future__ import annotations
@@ -45,6 +53,9 @@ MAGIC = b"BHDEVSEG"
 PAGE = mmap.PAGESIZE
 _FIELDS = struct.Struct("<8sQ64s64s40sI4x16s")
 _FIELDS_AT = 8
+_OPENED, _FAILED = 1, 2
+_REASON_AT = 256
+_LONGEST_REASON = 1024
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MOST = 32
 MAX_NEW = 16
@@ -61,6 +72,20 @@ def uuid_of(device: int) -> str:
 
 _here: weakref.WeakValueDictionary[bytes, _Segment] = weakref.WeakValueDictionary()
 """The segments that this process has made, by name: another worker of the process cannot open them, and uses these."""
+
+
+def _new_page(size: int, handles: tuple[bytes, bytes], uuid: str, id: int, name: bytes) -> tuple[int, mmap.mmap]:
+    """The page of a new segment: its descriptor, and its memory."""
+    descriptor = os.memfd_create("backhaul-device", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, PAGE)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        page = mmap.mmap(descriptor, PAGE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    _FIELDS.pack_into(page, _FIELDS_AT, MAGIC, size, *handles, uuid.encode(), id, name)
+    return descriptor, page
 
 
 class _Segment:
@@ -82,13 +107,8 @@ class _Segment:
         self.events = filled, drained
         name = secrets.token_bytes(16)
         _here[name] = self
-        page = os.memfd_create("backhaul-device", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        page, self.page = _new_page(self.size, handles, uuid_of(device), id, name)
         try:
-            os.ftruncate(page, PAGE)
-            fcntl.fcntl(page, fcntl.F_ADD_SEALS, _SEALS)
-            self.page = mmap.mmap(page, PAGE)
-            uuid = uuid_of(device).encode()
-            _FIELDS.pack_into(self.page, _FIELDS_AT, MAGIC, self.memory.size, *handles, uuid, id, name)
             self.descriptors: list[int] = [page, self.memory.export()]
         except BaseException:
             os.close(page)
@@ -97,6 +117,16 @@ class _Segment:
     @property
     def is_free(self) -> bool:
         return not self.page[0]
+
+    @property
+    def trial(self) -> int:
+        """What the receiver says about it: 0 if nothing yet, `_OPENED` or `_FAILED`."""
+        return self.page[3]
+
+    def reason(self) -> str:
+        """Why the receiver could not open it."""
+        size = min(int.from_bytes(self.page[_REASON_AT : _REASON_AT + 2], "little"), _LONGEST_REASON)
+        return self.page[_REASON_AT + 2 : _REASON_AT + 2 + size].decode("utf-8", "replace")
 
     def stay(self, descriptors: list[int]) -> None:
         """Mark the segment as free again, because the message with its data does not leave."""
@@ -142,8 +172,8 @@ class DeviceLending:
     def __init__(self, limit: int, warn: Callable[[str], None], on_use: Callable[[], None] = lambda: None) -> None:
         """``limit``: the bytes of device memory that the segments may take.
 
-        ``warn`` is called once with the reason if segments cannot be made. ``on_use`` is called when the first segment
-        is made, so that the caller arranges for `trim`.
+        ``warn`` is called with the reason if segments cannot be made, or not opened by the peer; then it is called once
+        for each device. ``on_use`` is called when there is a first segment, so that the caller arranges for `trim`.
         """
         self._on_use = on_use
         self._limit = limit
@@ -153,12 +183,27 @@ class DeviceLending:
         self._segments: list[_Segment] = []
         self._count = 0
         self._impossible = limit == 0
+        self._trials: dict[int, _Segment] = {}  # by device: the first segment, until the peer has opened it
+        self._opened: set[int] = set()  # devices whose segments the peer can open
+        self._refused: set[int] = set()
+
+    def offer(self) -> list[int]:
+        """The descriptors of segments on trial, to pass along with any message; the caller must close them."""
+        if not self._trials:
+            return []
+        with self._lock:
+            trials = list(self._trials.values())
+            passed = [descriptor for each in trials for descriptor in each.descriptors]
+            for each in trials:
+                each.descriptors = []
+        return passed
 
     def place(self, memory: torch.Tensor, size: int) -> Placed | None:
         """Copy the first bytes of a tensor into a segment, on the current stream. None if no segment is available."""
         device = memory.get_device()
         with self._lock:
-            segment = None if self._impossible else self._take(device, size)
+            known = device in self._opened or self._is_opened(device)
+            segment = self._take(device, size) if known and not self._impossible else None
             if segment is None:
                 return None
             segment.page[0] = 1
@@ -180,6 +225,32 @@ class DeviceLending:
         segment.forget()
         segment.page[0] = 0
 
+    def _is_opened(self, device: int) -> bool:
+        """Whether the peer can open segments on a device. The first call starts the trial."""
+        if self._impossible or device in self._refused:
+            return False
+        trial = self._trials.get(device)
+        if trial is None:
+            trial = self._make(device, _SMALLEST)
+            if trial is not None:
+                trial.page[2] = 1
+                self._trials[device] = trial
+            return False
+        if not trial.trial:
+            return False
+        del self._trials[device]
+        if trial.trial != _OPENED:
+            self._refused.add(device)
+            trial.forget()
+            self._warn(
+                f"tensors on cuda:{device} go through host memory, because the other worker cannot open device memory "
+                f"of this one: {trial.reason()}"
+            )
+            return False
+        self._opened.add(device)
+        self._keep(trial)
+        return True
+
     def _take(self, device: int, size: int) -> _Segment | None:
         best: _Segment | None = None
         for each in self._segments:
@@ -190,6 +261,12 @@ class DeviceLending:
         capacity = _SMALLEST
         while capacity < size:
             capacity *= 2
+        segment = self._make(device, capacity)
+        if segment is not None:
+            self._keep(segment)
+        return segment
+
+    def _make(self, device: int, capacity: int) -> _Segment | None:
         self._make_room(capacity)
         if self._total() + capacity > self._limit or len(self._segments) >= _MOST:
             return None
@@ -200,10 +277,13 @@ class DeviceLending:
             self._warn(f"tensors on GPUs go through host memory, because device memory cannot be shared: {error}")
             return None
         self._count += 1
+        return segment
+
+    def _keep(self, segment: _Segment) -> None:
+        segment.used_at = time.monotonic()
         if not self._segments:
             self._on_use()
         self._segments.append(segment)
-        return segment
 
     def _total(self) -> int:
         return sum(each.memory.size for each in self._segments)
@@ -232,9 +312,10 @@ class DeviceLending:
     def close(self) -> None:
         with self._lock:
             self._impossible = True
-            for segment in self._segments:
+            for segment in (*self._segments, *self._trials.values()):
                 segment.forget()
             self._segments = []
+            self._trials = {}
 
 
 class _Opened:
@@ -264,8 +345,21 @@ class _Opened:
         incoming.drain(through.data_ptr(), size, driver.current_stream(self._device))
         target.copy_(through)
 
+    def try_to_open(self) -> None:
+        """Open a segment on trial, and tell the sender whether that worked."""
+        try:
+            with self._lock:
+                self._open()
+        except Exception as error:
+            reason = str(error.__cause__ or error).encode("utf-8", "replace")[:_LONGEST_REASON]
+            self.page[_REASON_AT : _REASON_AT + 2] = len(reason).to_bytes(2, "little")
+            self.page[_REASON_AT + 2 : _REASON_AT + 2 + len(reason)] = reason
+            self.page[3] = _FAILED
+        else:
+            self.page[3] = _OPENED
+
     def _open(self) -> Incoming:
-        """Open the memory and the events. The thread that wants the first data does it: it is slow, and may fail."""
+        """Open the memory and the events. This is slow, so the thread that wants the first data does it."""
         if self._incoming is None:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is None:
@@ -285,8 +379,8 @@ class _Opened:
                 drained = torch.cuda.Event.from_ipc_handle(here, self._drained)  # type: ignore[no-untyped-call]
             except (DriverError, RuntimeError) as error:
                 raise BackhaulError(
-                    f"a peer's device memory cannot be opened here: {error}. Give all workers of this host the same "
-                    "GPUs, or set RpcOptions(device_pool_bytes=0) on the sender"
+                    f"a peer's device memory cannot be opened here: {error}. Give RpcOptions(device_pool_bytes=0) to "
+                    "the sender"
                 ) from error
             finally:
                 os.close(descriptor)
@@ -368,6 +462,8 @@ class DeviceBorrowing:
                 os.close(memory)
         for id in [id for id, segment in self._segments.items() if segment.page[1] and not segment.page[0]]:
             del self._segments[id]
+        if mapped[2]:
+            opened.try_to_open()
 
     def lend(self, id: int, size: int) -> DeviceLease:
         segment = self._segments.get(id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,8 +22,6 @@ from backhaul.wire import headers
 from backhaul.wire.frames import DEVICE_PLACE
 from backhaul.wire.landing import pin
 from backhaul.wire.tensors import view_of
-
-_log = logging.getLogger(__name__)
 
 
 class Codes(dict[torch.device, int]):
@@ -181,7 +178,6 @@ class WorkerDevices:
         self.crosses = maps.cross(all)
         """Whether some device map leads from the CPU of one worker to a GPU of another, or the reverse."""
         self._codes: dict[tuple[str, bool], Codes] = {}
-        self._warned = False
 
     def staging(
         self, peer: str, lending: DeviceLending | None, tensors: Sequence[torch.Tensor], *, reply: bool
@@ -219,11 +215,6 @@ class WorkerDevices:
 
     def _mapped(self, source: str, target: str) -> tuple[str, ...]:
         return tuple(there for there in maps.map_between(self._all, source, target).values() if there != names.CPU)
-
-    def warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("%s", text)
 
 
 def needs_devices(all: Mapping[str, Devices]) -> bool:

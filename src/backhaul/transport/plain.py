@@ -123,6 +123,8 @@ class StreamChannel(SlicedChannel):
             leaving = [each for each in frame.keep if type(each) is Placed]
             self._passed = [descriptor for each in leaving for descriptor in each.leave()]
             self.on_devices += sum(each.size for each in leaving)
+        if self._device_lending is not None and not self._passed:
+            self._passed = self._device_lending.offer()
         placed = 0
         if frame.keep and self._lending is not None and len(frame.pieces) > 1 and self._is_read():
             size = frame.size

@@ -1,0 +1,205 @@
+"""Segments of device memory on trial: data goes in segments only when the peer has opened the first one.
+
+No GPU is needed: the sender's segments have a real page, which travels over a real socket, but no memory on a device.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transport_group import Group, receive, send
+
+from backhaul.devices import segments
+from backhaul.devices.segments import DeviceLending
+from backhaul.transport.base import Channel
+from backhaul.wire.messages import Ping, Result
+
+SMALL, LARGE = 1000, 10 << 20
+
+
+class _Event:
+    cuda_event = 0
+
+
+class _Memory:
+    """Device memory."""
+
+    address = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class _Outgoing:
+    def fill(self, source: int, size: int, stream: int) -> None:
+        pass
+
+
+class Segment(segments._Segment):
+    """A segment without a device. ``near``: whether the receiver can open it, because it is in the same process."""
+
+    near = True
+    made: ClassVar[list[tuple[int, int]]] = []  # the device and the size of each
+
+    def __init__(self, id: int, device: int, size: int) -> None:
+        self.made.append((device, size))
+        self.id, self.device, self.size = id, device, size
+        memory: Any = _Memory(size)
+        events: Any = (_Event(), _Event())
+        outgoing: Any = _Outgoing()
+        self.memory, self.events, self.outgoing, self.used_at = memory, events, outgoing, 0.0
+        name = secrets.token_bytes(16)
+        page, self.page = segments._new_page(size, (b"", b""), "GPU-elsewhere", id, name)
+        self.descriptors = [page, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
+        if self.near:
+            segments._here[name] = self
+
+
+class _Tensor:
+    """A tensor on a GPU."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def get_device(self) -> int:
+        return self._device
+
+    def record_stream(self, stream: object) -> None:
+        pass
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def place(lending: DeviceLending, size: int = SMALL, device: int = 0) -> bool:
+    """Whether a tensor goes in a segment."""
+    memory: Any = _Tensor(device)
+    return lending.place(memory, size) is not None
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(segments, "_Segment", Segment)
+    monkeypatch.setattr(segments.driver, "torch_stream", lambda device: None)
+    monkeypatch.setattr(segments.driver, "current_stream", lambda device: ~device)
+    yield
+    Segment.made.clear()
+
+
+@pytest.fixture(params=["unix", "checked"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
+    group = Group(request.param)
+    yield group.pair()
+    group.close()
+
+
+def lending_of(channel: Channel) -> DeviceLending:
+    assert channel.device_lending is not None
+    return channel.device_lending
+
+
+RESULT = Result(1, None)
+
+
+def send_tensor(channel: Channel) -> None:
+    """Send a message with a tensor, as if it had been copied to host memory."""
+    send(channel, RESULT, [torch.zeros(100_000)])
+
+
+def test_data_goes_in_segments_when_the_first_one_is_opened(pair: tuple[Channel, Channel]) -> None:
+    near, far = pair
+    lending = lending_of(near)
+    assert not place(lending)
+    assert not place(lending, LARGE)
+    send(near, Ping(1))
+    receive(far)
+    assert not place(lending), "a ping is too small for descriptors"
+    send_tensor(near)
+    receive(far)
+    assert place(lending)
+    assert Segment.made == [(0, 2 << 20)], "the segment on trial is used"
+    assert place(lending, LARGE)
+    assert Segment.made == [(0, 2 << 20), (0, 16 << 20)]
+
+
+def test_each_device_has_its_trial(pair: tuple[Channel, Channel]) -> None:
+    near, far = pair
+    lending = lending_of(near)
+    assert not place(lending, device=0)
+    send_tensor(near)
+    receive(far)
+    assert not place(lending, device=1)
+    assert place(lending, device=0)
+    send_tensor(near)
+    receive(far)
+    assert place(lending, device=1)
+    assert place(lending, device=0)
+
+
+def test_without_success_data_goes_through_host_memory(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Segment, "near", False)
+    near, far = pair
+    lending = lending_of(near)
+    for _ in range(3):
+        assert not place(lending)
+        send_tensor(near)
+        assert receive(far).message == RESULT
+    assert len(Segment.made) == 1
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "tensors on cuda:0 go through host memory, because the other worker cannot open device memory of this one: "
+        "the GPU GPU-elsewhere is not visible to this process"
+    )
+
+
+def test_a_long_reason_is_cut(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(uuid: str) -> int:
+        raise RuntimeError("ü" * 3000)
+
+    monkeypatch.setattr(Segment, "near", False)
+    monkeypatch.setattr(segments, "_index_of", fail)
+    near, far = pair
+    assert not place(lending_of(near))
+    send_tensor(near)
+    receive(far)
+    assert not place(lending_of(near))
+    (record,) = caplog.records
+    assert 0 < record.getMessage().count("ü") <= 512
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_trial_without_an_answer_ends_with_its_channel(pair: tuple[Channel, Channel], passed: bool) -> None:
+    near, _ = pair
+    lending = lending_of(near)
+    assert not place(lending)
+    mine = list(lending._trials[0].descriptors)
+    if passed:
+        send_tensor(near)  # which the peer does not read
+    near.close()
+    for descriptor in mine:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+    assert not place(lending)
+    assert len(Segment.made) == 1
+
+
+def test_a_small_limit_leaves_no_room_for_a_trial() -> None:
+    group = Group("unix")
+    try:
+        far, near = group.pair(device_pool_bytes=1 << 20)
+        for _ in range(2):
+            assert not place(lending_of(near))
+            send_tensor(near)
+            receive(far)
+        assert not Segment.made
+    finally:
+        group.close()
