@@ -12,8 +12,8 @@
   command and environment for its container ``node`` from the TrainJob, and sets PET_NNODES, PET_NPROC_PER_NODE,
   PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT there.
 - The training operator names pods of a PyTorchJob ``<job>-master-0`` and ``<job>-worker-<index>``, makes a headless
-  Service of that name for each, and sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and the same values as PET_*. Without
-  nprocPerNode, PET_NPROC_PER_NODE is "auto", and WORLD_SIZE counts one process for each pod.
+  Service of that name for each, and sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and the same values as PET_*.
+  Without nprocPerNode, PET_NPROC_PER_NODE is "auto", and WORLD_SIZE counts one process for each pod.
 - Volcano names pods ``<job>-<task>-<index>``. Its plugin ``svc`` makes a headless Service with the name of the job, and
   sets VC_<TASK>_HOSTS and VC_<TASK>_NUM for each task; its plugin ``env`` sets VC_TASK_INDEX; its plugin ``pytorch``
   sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, which counts through the tasks.
