@@ -473,6 +473,6 @@ def _listen(host: str, port: int) -> socket.socket | None:
             if number == len(found):
                 raise MisuseError(
                     f"cannot host the store at {host}:{port}: {error.strerror}. Rank 0 hosts the store, so this must "
-                    "be the name or an address of rank 0's machine"
+                    "be the name or an address of rank 0's machine: set MASTER_ADDR, or give init_method"
                 ) from None
     return None

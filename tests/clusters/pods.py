@@ -13,6 +13,7 @@
   PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT there.
 - The training operator names pods of a PyTorchJob ``<job>-master-0`` and ``<job>-worker-<index>``, makes a headless
   Service of that name for each, and sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and the same values as PET_*.
+  Without nprocPerNode, PET_NPROC_PER_NODE is "auto", and WORLD_SIZE counts one process for each pod.
 - Volcano names pods ``<job>-<task>-<index>``. Its plugin ``svc`` makes a headless Service with the name of the job, and
   sets VC_<TASK>_HOSTS and VC_<TASK>_NUM for each task; its plugin ``env`` sets VC_TASK_INDEX; its plugin ``pytorch``
   sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, which counts through the tasks.
@@ -200,7 +201,8 @@ def _of_train_job(train_job: Manifest, runtime: Manifest) -> list[Pod]:
 def _of_pytorch_job(job: Manifest) -> list[Pod]:
     name, specs = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]
     count = sum(spec["replicas"] for spec in specs.values())
-    processes = int(job["spec"]["nprocPerNode"])
+    each = job["spec"].get("nprocPerNode", "auto")
+    processes = int(each) if each.isdecimal() else 1
     pods: list[Pod] = []
     for kind in ("Master", "Worker"):
         for index in range(specs[kind]["replicas"]):
@@ -214,7 +216,7 @@ def _of_pytorch_job(job: Manifest) -> list[Pod]:
                 "PET_MASTER_PORT": "23456",
                 "PET_NNODES": str(count),
                 "PET_NODE_RANK": str(rank),
-                "PET_NPROC_PER_NODE": str(processes),
+                "PET_NPROC_PER_NODE": each,
             }
             template = specs[kind]["template"]
             (container,) = template["spec"]["containers"]

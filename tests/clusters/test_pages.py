@@ -175,6 +175,8 @@ TROUBLES = {
     "RANK": "srun --nodes=2 --ntasks=3 --kill-on-bad-exit=1 bash -c "
     "'if [ $SLURM_PROCID = 2 ]; then export RANK=1; fi; python train.py' || true",
     "own hosts": f"{NODE1}; {TASKS} unshare --mount sh -c 'mount --bind own /etc/hosts && python train.py' || true",
+    "task 0 elsewhere": r"printf 'node2\nnode1\n' > tasks; SLURM_HOSTFILE=tasks srun -m arbitrary --ntasks=2 "
+    "--kill-on-bad-exit=1 python train.py || true",
     "port": "sbatch --wait taken.sbatch || true; cat out",
     "no key, no host": f"{TASKS} python train.py || true",
     "no key": f"BACKHAUL_HOST=0.0.0.0 {TASKS} python train.py || true",

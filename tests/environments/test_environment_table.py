@@ -302,6 +302,12 @@ KNOWN: list[tuple[str, dict[str, str], str, dict[str, Any]]] = [
         {"name": "worker1", "rank": 1, "world_size": 2, "nodes": 2, "address": "train-master-0", "port": 23456},
     ),
     (
+        "PyTorchJob without nprocPerNode: the operator passes its default on, and counts one worker for each pod",
+        {**PYTORCH_JOB, "PET_NPROC_PER_NODE": "auto"},
+        FULL_NAME,
+        {"name": "worker1", "rank": 1, "world_size": 2, "nodes": 2, "address": "train-master-0", "port": 23456},
+    ),
+    (
         "Volcano with one task",
         VOLCANO,
         FULL_NAME,
@@ -455,6 +461,8 @@ PROBLEMS: list[tuple[dict[str, str], str, str]] = [
     ({**TRAINER, "PET_NPROC_PER_NODE": "auto"}, "world_size", "start it with `torchrun train.py`"),
     ({**TRAINER, "PET_NNODES": "1:4"}, "world_size", "PET_NNODES=1:4 allows for a number of workers that torchrun"),
     ({**PYTORCH_JOB, "PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "8"}, "world_size", "torchrun did not start"),
+    ({**PYTORCH_JOB, "PET_NPROC_PER_NODE": "auto", "WORLD_SIZE": "8"}, "world_size", "torchrun did not start"),
+    ({**PYTORCH_JOB, "PET_NPROC_PER_NODE": "auto", "PET_NNODES": "1:4"}, "rank", "PET_NNODES=1:4 allows for"),
     # values that cannot be read
     ({**SLURM, "SLURM_PROCID": "x"}, "rank", "the environment variable SLURM_PROCID='x' must be a whole number"),
     ({**TORCHRUN, "MASTER_PORT": "99999"}, "port", "MASTER_PORT=99999 is not a port"),

@@ -1,4 +1,4 @@
-"""A driver outside the group: Ray runs functions, in which the workers call each other."""
+"""Other drivers: one outside the group, for which Ray runs functions, and one that is an actor itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import parts
 import pytest
+import ray
 import torch
 from eventually import eventually
 
@@ -46,3 +47,19 @@ def test_a_driver_outside(workers: backhaul.ray.RayCluster) -> None:
     eventually(lambda: workers[0].alive and workers[0].pid != pid, 200)
     eventually(lambda: workers[0].run(parts.fetch, ("restored",)))
     assert workers.run(parts.peer_sum, ("worker0", torch.ones(3))) == [3.0, 3.0]
+
+
+@ray.remote(num_cpus=0)
+class Trial:
+    """An actor that drives workers of its own, such as a trial of Ray Tune."""
+
+    def run(self) -> tuple[float, list[str]]:
+        with backhaul.ray.cluster(2) as workers:
+            return workers[1].rpc_sync(parts.peer_sum, ("worker1", torch.ones(3))), [each.name for each in workers]
+
+
+def test_a_driver_that_is_an_actor(nodes: Any) -> None:
+    trial = Trial.remote()
+    assert ray.get(trial.run.remote()) == (3.0, ["worker1", "worker2"])
+    assert ray.get(trial.run.remote()) == (3.0, ["worker1", "worker2"])  # it has left the first group
+    ray.kill(trial)

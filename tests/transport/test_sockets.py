@@ -261,6 +261,9 @@ def test_a_unix_path_of_another_host_is_not_tried() -> None:
     elsewhere = Addresses(host="elsewhere", unix="/tmp/there")
     with pytest.raises(ChannelClosed, match=r"no way to reach it: it offers unix='/tmp/there' on host 'elsewhere'"):
         transport.connect(elsewhere, HELLO, soon())
+    here = Addresses(host=transport.addresses.host, tcp=("127.0.0.1", 1))
+    with pytest.raises(ChannelClosed, match=r"on one host need the same RpcOptions\(transport="):
+        transport.connect(here, HELLO, soon())
 
 
 def test_auto_takes_tcp_where_unix_does_not_reach() -> None:

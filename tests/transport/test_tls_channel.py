@@ -133,8 +133,18 @@ def test_a_peer_whose_name_differs_from_its_certificate_is_refused(make: Made, t
 
 
 def test_a_worker_without_a_secret_does_not_try_tcp(make: Made) -> None:
-    with pytest.raises(ChannelClosed, match=r"no way to reach it: .* has no secret for TCP"):
+    with pytest.raises(ChannelClosed, match=r"no way to reach it: .* has no secret for TCP.*need a common key"):
         make().connect(Addresses(host="elsewhere", tcp=("127.0.0.1", 1)), HELLO, soon())
+
+
+def test_a_worker_that_listens_on_another_hosts_loopback_is_told_how_to_listen(make: Made) -> None:
+    transport = make(transport="tcp", secret=SECRET)
+    for host in ("127.0.0.1", "::1"):
+        with pytest.raises(ChannelClosed, match=r"nobody answers at .*on another host but listens .*BACKHAUL_HOST"):
+            transport.connect(Addresses(host="elsewhere", tcp=(host, 1)), HELLO, soon())
+    with pytest.raises(ChannelClosed, match="nobody answers at") as caught:
+        transport.connect(Addresses(host=transport.addresses.host, tcp=("127.0.0.1", 1)), HELLO, soon())
+    assert "BACKHAUL_HOST" not in str(caught.value)
 
 
 @pytest.mark.parametrize("address", [("127.0.0.1", -1), ("127.0.0.1", 1 << 20), ("localhost", 1), ("", 1), ("a\0b", 1)])

@@ -170,7 +170,9 @@ def _trainer(environ: Environ, host_name: HostName) -> Launcher | None:
     if environ.get("PET_MASTER_ADDR"):
         said["address"] = Said(environ["PET_MASTER_ADDR"], "PET_MASTER_ADDR")
     nodes, each = environ["PET_NNODES"], environ.get("PET_NPROC_PER_NODE", "1")
-    if each == "1" and nodes.isdecimal():
+    # A PyTorchJob has "auto" unless it says otherwise; its RANK and WORLD_SIZE then count one worker for each pod.
+    counted = (environ.get("RANK"), environ.get("WORLD_SIZE")) == (environ.get("PET_NODE_RANK"), nodes)
+    if nodes.isdecimal() and (each == "1" or (counted and not each.isdecimal())):
         said["world_size"] = Said(int(nodes), "PET_NNODES", nodes)
         said["nodes"] = Said(int(nodes), "PET_NNODES", nodes)
     else:
@@ -178,7 +180,7 @@ def _trainer(environ: Environ, host_name: HostName) -> Launcher | None:
         problem = (
             f"{what} a number of workers that torchrun sets up, but torchrun did not start this process: start it "
             "with `torchrun train.py`, which reads the same variables, or have one process for each of a fixed number "
-            "of nodes (numProcPerNode: 1)"
+            'of nodes (numProcPerNode: 1, in a PyTorchJob nprocPerNode: "1")'
         )
         said["world_size"] = Said(None, "PET_NNODES", nodes, problem)
         if "rank" in said:

@@ -31,7 +31,7 @@ class Site(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """Whether only processes on this machine can connect."""
-        return _parsed(str(self.address[0])).is_loopback
+        return is_loopback(str(self.address[0]))
 
 
 def choose_site(options: RpcOptions) -> Site:
@@ -89,6 +89,14 @@ def address_towards(host: str, family: int = socket.AF_UNSPEC) -> str | None:
                 continue
             return str(probe.getsockname()[0])
     return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes on the same machine reach this address. What is no numeric address is not loopback."""
+    try:
+        return _parsed(address).is_loopback
+    except ValueError:
+        return False
 
 
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -19,14 +19,14 @@ import msgspec
 from backhaul.directories import PrivateDirectory
 from backhaul.errors import OptionError
 from backhaul.ids import GUEST
-from backhaul.options import RpcOptions
+from backhaul.options import HOST_VARIABLE, RpcOptions
 from backhaul.security.credentials import can_tell
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.security.tls import ClusterCredentials, Credentials, OwnCredentials
 from backhaul.transport import processes, sockets
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
 from backhaul.transport.greeting import Line, Steps, drive, receive_visitor, visit
-from backhaul.transport.hosts import Site, choose_site
+from backhaul.transport.hosts import Site, choose_site, is_loopback
 from backhaul.transport.pipe import Pipe
 from backhaul.transport.plain import StreamChannel, UnixLine
 from backhaul.transport.segments import Budget
@@ -44,6 +44,11 @@ _KEY_ADVICE = (
     "make a key with `backhaul keygen cluster.key`, copy that file to every host, and name it with `backhaul run "
     "--key-file`, BACKHAUL_KEY_FILE or RpcOptions(key_file=...); or bring certificates with RpcOptions(tls=TLS(...))"
 )
+_HOSTS_ADVICE = (
+    "Workers on different hosts need a common key (BACKHAUL_KEY_FILE or RpcOptions(key_file=...)), and each must "
+    f"listen on an address that the others reach ({HOST_VARIABLE} or RpcOptions(host=...))"
+)
+_SAME_HOST_ADVICE = "Workers on one host need the same RpcOptions(transport=...)"
 
 
 def host_id() -> str:
@@ -395,12 +400,23 @@ class StreamTransport(Transport):
         if self._has_unix and addresses.unix is not None and addresses.host == self._host:
             return self._unix_line(connect_unix(addresses.unix, deadline))
         if self._has_tcp and addresses.tcp is not None:
-            return TlsLine(connect_tcp(*addresses.tcp, deadline), self._shown(), server=False)
+            return TlsLine(self._connect_tcp(addresses, *addresses.tcp, deadline), self._shown(), server=False)
         raise ChannelClosed(
             f"no way to reach it: it offers unix={addresses.unix!r} on host {addresses.host!r}, "
             f"tcp={addresses.tcp!r}; this worker is on host {self._host!r}, uses transport "
-            f"{self._options.transport!r} and has {'a' if self._has_tcp else 'no'} secret for TCP"
+            f"{self._options.transport!r} and has {'a' if self._has_tcp else 'no'} secret for TCP. "
+            f"{_SAME_HOST_ADVICE if addresses.host == self._host else _HOSTS_ADVICE}"
         )
+
+    def _connect_tcp(self, addresses: Addresses, host: str, port: int, deadline: float) -> socket.socket:
+        try:
+            return connect_tcp(host, port, deadline)
+        except ChannelClosed as error:
+            if addresses.host == self._host or not is_loopback(host):
+                raise
+            raise ChannelClosed(
+                f"{error}. That worker is on another host but listens on loopback. {_HOSTS_ADVICE}"
+            ) from error
 
 
 def _require_private(directory: str) -> None:
