@@ -5,6 +5,7 @@ Without a GPU, a stand-in for its copies to the host marks bytes of frames as mi
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from backhaul.errors import RpcTimeoutError, WorkerLostError
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster
 from backhaul.wire.filling import Filling
+from backhaul.worker import Worker
 
 SOON = 10.0
 MANY = 1 << 18  # elements: 1 MiB
@@ -84,6 +86,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
         yield workers
 
 
+async def threes_later() -> torch.Tensor:
+    await asyncio.sleep(0)
+    return torch.full((MANY,), 3.0)
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SOON
     while not condition():
@@ -130,8 +137,8 @@ def test_a_reply_waits_for_the_device(pair: InProcessCluster, device: Device) ->
 
 def test_memory_of_the_user_in_a_late_reply_waits_too(pair: InProcessCluster, device: Device) -> None:
     device.works, device.owned = True, False
-    future = pair[0].rpc_async("worker1", torch.full, ((MANY,), 3.0), timeout=SOON)
-    until(lambda: bool(device.copies))
+    future = pair[0].rpc_async("worker1", threes_later, timeout=SOON)
+    until(lambda: any(line.under_way for line in pair[1].agent.serving.lines))
     device.copies[0].finish()
     assert torch.equal(future.wait(), torch.full((MANY,), 3.0))
 
@@ -155,16 +162,39 @@ def test_a_future_fails_at_its_deadline(pair: InProcessCluster, device: Device) 
     assert pair[0].rpc_sync("worker1", identity, (5,), timeout=SOON) == 5
 
 
-def test_a_peer_is_not_to_blame_for_a_device() -> None:
-    device = Device()
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(translation, "encode", device.encode)
-        with InProcessCluster(2, sockets=True, options=RpcOptions(unresponsive_after=1)) as workers:
-            device.works = True
+PATIENCE = 0.05
+
+
+def count_waits(worker: Worker) -> list[float | None]:
+    """Let the worker be impatient. Returns the timeouts of the waits of its channels, and later ones, too."""
+    worker.agent.serving.patience = PATIENCE
+    found: list[float | None] = []
+    for line in (*worker.agent.calling(), *worker.agent.serving.lines):
+        channel = line.channel
+
+        def wait(*, read: bool, write: bool, timeout: float | None, wait: Callable[..., bool] = channel.wait) -> bool:
+            if write:
+                found.append(timeout)
+            return wait(read=read, write=write, timeout=timeout)
+
+        channel.wait = wait  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_peer_is_not_to_blame_for_a_device(device: Device, slow: int) -> None:
+    """It takes nothing, and says nothing, for longer than it may."""
+    with InProcessCluster(2, sockets=True, options=RpcOptions(unresponsive_after=None)) as workers:
+        workers[0].rpc_sync("worker1", identity, (1,))
+        waits = count_waits(workers[slow])
+        device.works = True
+        if slow == 0:
             future = workers[0].rpc_async("worker1", torch.sum, (torch.ones(MANY),), timeout=SOON)
-            time.sleep(2.5)  # longer than a peer may take nothing
-            device.copies[0].finish()
-            assert future.wait() == MANY
+        else:
+            future = workers[0].rpc_async("worker1", torch.ones, (MANY,), timeout=SOON)
+        until(lambda: sum(timeout or 0.0 for timeout in waits) > 4 * PATIENCE)
+        device.copies[0].finish()
+        assert future.wait().sum() == MANY
 
 
 def test_a_device_that_fails_loses_the_message(pair: InProcessCluster, device: Device) -> None:

@@ -231,7 +231,7 @@ def _of_pytorch_job(job: Manifest) -> list[Pod]:
 
 
 def pods_of_volcano(like: Pod, tasks: dict[str, int], *, pytorch: bool = False) -> list[Pod]:
-    """The pods of a Volcano Job ``train`` with so many replicas of each task, with the container of another pod."""
+    """The pods of a Volcano Job ``train``, with these numbers of replicas. Their container is that of ``like``."""
     names = {task: [f"train-{task}-{index}" for index in range(count)] for task, count in tasks.items()}
     said: dict[str, str] = {}
     for task, found in names.items():

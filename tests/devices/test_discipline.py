@@ -217,6 +217,17 @@ def test_what_is_said_to_be_there_is_there(seed: int, single_chunks: None) -> No
     copy_to_host(seed)
 
 
+def test_a_copy_that_is_not_read_is_over_at_some_time(single_chunks: None) -> None:
+    device, events = FakeDevice(0), Shared()
+    for place in range(SIZE):
+        device.write(100 + place, place, 0)
+    copy = HostCopy(device, 500, 100, SIZE, 0, events.take, events.give_back)
+    assert not copy.is_over
+    device.run()
+    assert copy.is_over
+    assert not events.used
+
+
 class RecordsBefore:
     """A device that does these two in the wrong order."""
 

@@ -1,4 +1,4 @@
-"""Gradients of a run on GPUs leave after the device has computed them, on whatever streams its Recvs are.
+"""Gradients of a run on GPUs are used after the device has computed them, on whatever streams its Recvs are.
 
 The code of `autograd.run` and `devices.handover` runs unchanged, on a `FakeDevice`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -20,11 +21,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_device import FakeDevice, Race
 
-from backhaul.autograd.run import EngineRun
+from backhaul.autograd.run import EngineRun, Mine
 from backhaul.devices.handover import Key, Streams
 from backhaul.ids import WorkerInfo
+from backhaul.wire.messages import Shortcut
 
-STARTER = 0
+STARTER, ME = 0, 1
 
 
 class Event:
@@ -69,6 +71,20 @@ class Node:
         self.recv = SimpleNamespace(sender=sender, message=message)
 
 
+class Original:
+    """A gradient for this worker, of which the run makes a copy on the current stream."""
+
+    def __init__(self, world: World, gradient: torch.Tensor) -> None:
+        self._world = world
+        self._gradient = gradient
+
+    def clone(self) -> torch.Tensor:
+        made = self._gradient.clone()
+        self._world.use(self._gradient)
+        self._world.make(made, self._world.made[self._gradient.data_ptr()])
+        return made
+
+
 class World:
     """One run: Recvs that torch's engine reaches one by one, each on the stream of its forward pass."""
 
@@ -79,20 +95,34 @@ class World:
         self.streams = streams((0,), self.driver)
         self.made: dict[int, int] = {}
         """By address of the gradient: its value."""
-        self.sent = 0
+        self.used = 0
+        """How many gradients have left, or were used by this worker."""
         chance = self.random
         count = chance.choice([1, 2, 2, 3, 4])
         senders = [WorkerInfo(rank, f"worker{rank}") for rank in (STARTER, 2)]
         self.nodes = [Node(chance.choice(senders), 10 * number) for number in range(count)]
-        devices = SimpleNamespace(streams=self.streams)
-        agent: Any = SimpleNamespace(observers=(), devices=devices, me=WorkerInfo(1, "worker1"))
+        agent: Any = SimpleNamespace(
+            observers=(),
+            devices=SimpleNamespace(streams=self.streams),
+            me=WorkerInfo(ME, "worker1"),
+            execution=SimpleNamespace(edges=None),
+        )
+        shortcuts = {}
+        if chance.random() < 0.3:
+            mine = [node.recv.message for node in self.nodes if node.recv.sender.id == STARTER]
+            shortcuts = {message: Shortcut(message, ME, message) for message in mine if chance.random() < 0.7}
         local: Any = SimpleNamespace(
-            backward=SimpleNamespace(id=1), shortcuts={}, starter=STARTER, giving_to=lambda rank: None
+            backward=SimpleNamespace(id=1),
+            shortcuts=shortcuts,
+            starter=STARTER,
+            giving_to=lambda rank: None,
+            onward=lambda source, recv: (),
+            record=SimpleNamespace(sends=defaultdict(lambda: torch.zeros(()))),
         )
         component: Any = SimpleNamespace(
             sources=(1,), recvs=dict.fromkeys(self.nodes, (0,)), waits=chance.random() < 0.3, size=5
         )
-        protocol: Any = SimpleNamespace(require=lambda local, recv: None, send=self.send)
+        protocol: Any = SimpleNamespace(require=lambda local, recv: None, send=self.send, hand_over=self.hand_over)
         self.run_ = run(
             agent,
             local,
@@ -100,15 +130,33 @@ class World:
             protocol=protocol,
             held=lambda run: None,
             hold=chance.random() < 0.8,
+            waits=chance.random() < 0.5,
             carried=chance.random() < 0.8,
         )
 
+    def make(self, gradient: torch.Tensor, value: int) -> None:
+        """Write a gradient on the current stream."""
+        self.made[gradient.data_ptr()] = value
+        self.fake.write(gradient.data_ptr(), value, self.driver.stream)
+
+    def use(self, gradient: torch.Tensor) -> None:
+        """Read a gradient on the current stream."""
+        self.fake.read(gradient.data_ptr(), self.made[gradient.data_ptr()], self.driver.stream)
+
     def send(self, local: Any, rank: int, message: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the gradients on the current stream."""
         for tensor in tensors:
-            address = tensor.data_ptr()
-            self.fake.read(address, self.made[address], self.driver.stream)
-            self.sent += 1
+            self.use(tensor)
+            self.used += 1
+
+    def hand_over(self, local: Any, gradients: Mine) -> None:
+        """Use gradients for this worker, as another thread does, with a stream of its own."""
+        before, self.driver.stream = self.driver.stream, 5
+        self.streams.catch_up()  # as a thread does before it runs the component of these gradients
+        for (gradient,) in gradients.values():
+            if gradient is not None:
+                self.use(gradient)
+                self.used += 1
+        self.driver.stream = before
 
     def run(self) -> None:
         chance = self.random
@@ -118,8 +166,7 @@ class World:
             gradient = None if chance.random() < 0.3 else torch.zeros(4)
             if gradient is not None:
                 gradients.append(gradient)
-                self.made[gradient.data_ptr()] = number
-                self.fake.write(gradient.data_ptr(), number, self.driver.stream)
+                self.make(gradient, number)
             self.run_.emit(node, [gradient])
             if chance.random() < 0.2:
                 self.fake.run()
@@ -128,18 +175,26 @@ class World:
         if (late := self.run_.outcome.late) is not None:
             self.streams.catch_up()  # as `progress` does before it reports
             self.send(None, late.to.id, None, late.tensors)
+        self.hand_over(None, self.run_.outcome.mine or {})
         self.fake.run()
-        assert self.sent == len(gradients)
+        assert self.used == len(gradients)
+
+
+def run_world(seed: int, run: type[EngineRun] = EngineRun, streams: type[Streams] = Streams) -> None:
+    world = World(seed, run, streams)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("backhaul.autograd.run.plain", lambda gradient: Original(world, gradient))
+        world.run()
 
 
 def run_many(run: type[EngineRun] = EngineRun, streams: type[Streams] = Streams) -> None:
     for seed in range(200):
-        World(seed, run, streams).run()
+        run_world(seed, run, streams)
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_no_gradient_leaves_too_early(seed: int) -> None:
-    World(seed).run()
+def test_no_gradient_is_used_too_early(seed: int) -> None:
+    run_world(seed)
 
 
 class NotesNothing(EngineRun):
@@ -155,6 +210,15 @@ class NotesOnlyWhatIsHeld(EngineRun):
             super()._note_streams()
 
 
+class NotesNoCopy(EngineRun):
+    """The copy of a gradient for this worker is work, too."""
+
+    def _keep(self, source: int, gradient: torch.Tensor | None) -> None:
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(Streams, "leave_word", lambda streams: None)
+            super()._keep(source, gradient)
+
+
 class WaitsForOthersOnlyWithSeveral(EngineRun):
     """A gradient may be the only one of its message, and yet leave with a later Recv that has none."""
 
@@ -167,7 +231,7 @@ class NeverWaits(Streams):
         pass
 
 
-@pytest.mark.parametrize("mistake", [NotesNothing, NotesOnlyWhatIsHeld, WaitsForOthersOnlyWithSeveral])
+@pytest.mark.parametrize("mistake", [NotesNothing, NotesOnlyWhatIsHeld, NotesNoCopy, WaitsForOthersOnlyWithSeveral])
 def test_a_mistake_of_a_run_is_noticed(mistake: type[EngineRun]) -> None:
     with pytest.raises(Race):
         run_many(mistake)

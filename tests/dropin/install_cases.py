@@ -210,14 +210,14 @@ def packages_that_were_imported_before() -> None:
 
 
 @with_rpc
-def too_late_for_whoever_holds_a_module() -> None:
+def too_late_for_a_holder_of_a_module() -> None:
     library("import torch.distributed.rpc as rpc; from torch.distributed import autograd")
     with refused("too late", "some_library.rpc", "some_library.autograd", "python -m backhaul.dropin"):
         install()
 
 
 @with_rpc
-def too_late_for_whoever_holds_a_member() -> None:
+def too_late_for_a_holder_of_a_member() -> None:
     library("from torch.distributed.rpc import RRef as Reference, rpc_sync")
     library("from torch.distributed.autograd import backward", "another")
     library("from torch._C._distributed_rpc import WorkerInfo", "a_third")
@@ -228,7 +228,7 @@ def too_late_for_whoever_holds_a_member() -> None:
 
 
 @with_rpc
-def too_late_for_whoever_has_the_optimizer() -> None:
+def too_late_for_a_holder_of_the_optimizer() -> None:
     library("from torch.distributed.optim import DistributedOptimizer", "training.loop")
     with refused("training.loop.DistributedOptimizer"):
         install()

@@ -6,7 +6,8 @@ Locks are dropped, orders are swapped, checks are skipped, and resources are not
 from __future__ import annotations
 
 from by_hand_calls import CALLS
+from by_hand_devices import DEVICES
 from by_hand_training import TRAINING
 from mutant import Mutant
 
-MUTANTS: tuple[Mutant, ...] = (*TRAINING, *CALLS)
+MUTANTS: tuple[Mutant, ...] = (*TRAINING, *CALLS, *DEVICES)

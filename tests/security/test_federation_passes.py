@@ -256,7 +256,7 @@ def test_a_peer_cannot_end_the_context_of_another(workers: InProcessCluster) -> 
     assert eventually(lambda: workers[0].autograd.counts()["contexts"] == 0)
 
 
-def test_a_context_that_is_over_is_ended_by_whoever_says_so(workers: InProcessCluster) -> None:
+def test_a_context_that_is_over_is_ended_by_any_worker_that_says_so(workers: InProcessCluster) -> None:
     """worker0 made it. worker1 tells worker2, which worker0 does not know, that it is over."""
     with workers[0].as_current(), dist_autograd.context():
         assert rpc.rpc_sync("worker1", exposed.call_back, ("worker2", 4)) == 8

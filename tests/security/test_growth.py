@@ -245,7 +245,7 @@ Growing = tuple[str, Callable[[int], Any]]
 
 
 def growths(kind: inspect.Type) -> Iterator[Growing]:
-    """Every part of a type that can have any size, by name, and how to make a value with so much of it."""
+    """Every part of a type that can have any size, by name, and a function that makes a value of a given size."""
     match kind:
         case inspect.StrType():
             yield "", lambda count: "x" * 10 * count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -172,9 +173,52 @@ def test_the_next_frame_fills_too(pair: tuple[Channel, Channel]) -> None:
             assert torch.equal(envelope.tensors[0], device.values)
 
 
-def test_a_channel_without_sockets_waits() -> None:
+class Memory:
+    """The object to which the memory of a frame belongs."""
+
+
+def kept(device: Device, memory: Memory) -> Frame:
+    return structs.replace(device.frame(), keep=[memory])
+
+
+def test_memory_belongs_to_a_frame_until_it_has_left(pair: tuple[Channel, Channel]) -> None:
+    near, far = pair
+    device, memory = Device(MANY), Memory()
+    used = weakref.ref(memory)
+    assert not near.write(kept(device, memory))
+    del memory
+    ping(near, far, 1)
+    assert used() is not None
+    with ThreadPoolExecutor(1) as threads:
+        came = threads.submit(receive, far)
+        device.finish()
+        while not near.flush():
+            assert used() is not None
+            near.wait(read=False, write=True, timeout=SOON)
+        came.result(timeout=SOON)
+    assert used() is None
+
+
+def test_a_closed_channel_frees_the_memory_of_a_frame(pair: tuple[Channel, Channel]) -> None:
+    near, _ = pair
+    device, memory = Device(MANY), Memory()
+    used = [weakref.ref(device), weakref.ref(memory)]
+    assert not near.write(kept(device, memory))
+    del device, memory
+    assert None not in [each() for each in used]
+    near.close()
+    assert [each() for each in used] == [None, None]
+
+
+@pytest.fixture
+def without_sockets() -> Iterator[Group]:
     group = Group("memory")
-    near, far = group.pair()
+    yield group
+    group.close()
+
+
+def test_a_channel_without_sockets_waits(without_sockets: Group) -> None:
+    near, far = without_sockets.pair()
     device = Device(1000)
 
     def work() -> None:
@@ -184,7 +228,6 @@ def test_a_channel_without_sockets_waits() -> None:
     run(lambda: near.write(device.frame()), work)
     assert torch.equal(receive(far).tensors[0], device.values)
     assert not whole(device.frame()).endswith(b"\0")
-    group.close()
 
 
 @pytest.fixture(params=["tcp", "plain"])

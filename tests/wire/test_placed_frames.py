@@ -152,6 +152,23 @@ def test_a_tensor_gives_its_segment_back(pool: Pool) -> None:
     assert os.pread(pool._made[0], 1, control) == b"\x00"
 
 
+@pytest.mark.parametrize("step", [1000, 1 << 30])
+def test_only_buffers_in_the_stream_are_drained(pool: Pool, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver has no room for the second of four buffers. The third is in a segment."""
+
+    def no_room(size: int) -> None:
+        raise MemoryError(f"{size} are too many")
+
+    monkeypatch.setattr("backhaul.wire.payload._LARGE", 50_000)
+    small, large = torch.arange(10), torch.arange(10_000)
+    data = pool.frame(1, [small, large, small + 1, small + 2], (1, 0, 2, 0)) + bytes(encode(Ping(5)))
+    decoder = Decoder(segments=pool.borrowing(), check_room=no_room)
+    got = take(decoder, [data[i : i + step] for i in range(0, len(data), step)])
+    assert [envelope.message for envelope in got] == [Result(1, [3, 0]), Ping(5)]
+    with pytest.raises(MemoryError, match=r"has no room .* 80000 are too many"):
+        got[0].tensors.land()  # type: ignore[attr-defined]
+
+
 # Malformed frames.
 
 

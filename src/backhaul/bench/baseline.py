@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from backhaul.bench.rows import SPEED, Row
 
 MOST_LOST = 0.25
-"""The share of a ratio that may be lost. Runs of few rounds can differ by more, hence the second measurement."""
+"""The share of a ratio that may be lost. Runs of few rounds can differ by more, so a loss is measured twice."""
 
 
 class BadBaseline(Exception):

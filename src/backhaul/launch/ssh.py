@@ -19,7 +19,7 @@ _QUOTED = 6  # lines of output quoted in an error
 _NOT_FOUND, _NOT_EXECUTABLE, _SSH_FAILED = 127, 126, 255
 
 # One line without single quotes, so that every shell accepts it. Python's -c puts the current directory, here the home
-# directory of the user, first on the path, where a json.py would be imported. Hence the deletion.
+# directory of the user, first on the path, where a json.py would be imported. So the script deletes that entry.
 BOOT = (
     "import sys;sys.path[:1]=[];import json;"
     'given=json.loads(open(0,"rb",0,closefd=False).readline() or "null") or sys.exit(1);'
