@@ -7,6 +7,7 @@ from mutant import Mutant
 _CHANNELS = ("tests/transport/test_filling_channels.py",)
 _CALLS = ("tests/calls/test_filling_calls.py",)
 _COPIES = ("tests/devices/test_discipline.py",)
+_TRIALS = ("tests/transport/test_device_trials.py",)
 _RUNS = ("tests/devices/test_run_streams.py",)
 
 DEVICES = (
@@ -263,5 +264,68 @@ DEVICES = (
         "            self._agent.devices.streams.leave_word()\n        if self._waits:",
         "            pass\n        if self._waits:",
         _RUNS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "data goes in segments before the peer has opened the first one",
+        "            known = device in self._opened or self._is_opened(device)\n",
+        "            known = True\n",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "a segment on trial is taken for opened when the peer has answered",
+        "        if trial.trial != _OPENED:\n",
+        "        if not trial.trial:\n",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "a trial that failed begins again",
+        "            self._refused.add(device)\n",
+        "            pass\n",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "a segment on trial is passed with each message",
+        "            for each in trials:\n                each.descriptors = []\n",
+        "            pass\n",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "a segment on trial is not used after it",
+        "        self._opened.add(device)\n        self._keep(trial)\n",
+        "        self._opened.add(device)\n",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "a segment on trial outlives its channel",
+        "for segment in (*self._segments, *self._trials.values()):",
+        "for segment in self._segments:",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "the receiver does not open a segment on trial",
+        "        if mapped[2]:\n",
+        "        if not mapped:\n",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "the receiver does not say that it could not open a segment",
+        "            self.page[3] = _FAILED\n",
+        "            pass\n",
+        _TRIALS,
+    ),
+    Mutant(
+        "transport/plain.py",
+        "segments on trial are not passed",
+        "            self._passed = self._device_lending.offer()\n",
+        "            pass\n",
+        _TRIALS,
     ),
 )
