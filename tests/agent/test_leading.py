@@ -24,6 +24,7 @@ LONG = 0.002
 
 asked = threading.Event()
 gate = threading.Event()
+last_gate = threading.Event()
 
 
 @pytest.fixture(params=["memory", "sockets"])
@@ -31,12 +32,14 @@ def trio(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
     """Three workers that know each other. worker1 serves."""
     asked.clear()
     gate.clear()
+    last_gate.clear()
     with InProcessCluster(3, sockets=request.param == "sockets") as workers:
         for caller in (0, 2):
             for _ in range(2 * Pace.MEMORY):
                 assert workers[caller].rpc_sync("worker1", int) == 0
         yield workers
         gate.set()
+        last_gate.set()
 
 
 @pytest.fixture
@@ -68,6 +71,11 @@ def compute(seconds: float) -> int:
 def block() -> str:
     asked.set()
     assert gate.wait(PATIENCE)
+    return "blocked"
+
+
+def block_last() -> str:
+    assert last_gate.wait(PATIENCE)
     return "blocked"
 
 
@@ -197,6 +205,21 @@ def test_a_lead_without_lines_has_no_thread_and_no_descriptor() -> None:
         assert not shared._role.free
     assert shared.fileno() < 0
     assert shared._role.free
+
+
+def test_a_reply_does_not_wait_for_a_long_series_of_requests(without_ticks: InProcessCluster) -> None:
+    """Three requests that are read at once: the first reply leaves before the last request ends."""
+    before = without_ticks[0].rpc_async("worker1", block)
+    before.attend()
+    assert asked.wait(PATIENCE)
+    first, _, last = (
+        without_ticks[0].rpc_async("worker1", function, args=args, timeout=PATIENCE / 2)  # no ping comes to its help
+        for function, args in ((int, ("7",)), (compute, (LONG,)), (block_last, ()))
+    )
+    gate.set()
+    assert first.wait() == 7
+    last_gate.set()
+    assert (before.wait(), last.wait()) == ("blocked", "blocked")
 
 
 # A leader whose request waits.

@@ -86,6 +86,13 @@ CALLS = (
     ),
     Mutant(
         "agent/leading.py",
+        "a reply waits for a long series of requests",
+        "                now - self._out_since >= _MAX_HELD_SECONDS\n                or len",
+        "                len",
+        ("tests/agent/test_leading.py",),
+    ),
+    Mutant(
+        "agent/leading.py",
         "a slow line keeps the other lines waiting",
         "        if shared and line.pace.slow and len(self._lines) > 1:",
         "        if False:",

@@ -23,7 +23,7 @@ guard may slow one down.
 The old leader finishes its request alone, replies, and returns to the pool.
 
 Replies to requests that came in one read leave in one write. They are held while more requests of that line are ready,
-and a thread that takes over the lead sends them first.
+but not for long: the peer could go on with the first one meanwhile. A thread that takes over the lead sends them first.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 _MAX_HELD = 64
 _MAX_HELD_BYTES = 256 * 1024
+_MAX_HELD_SECONDS = 0.001
 _REQUESTS = (Call, Create, Fetch)
 
 
@@ -112,6 +113,7 @@ class Lead:
         self._came: deque[int] = deque()  # descriptors of lines that can be read; the leader's
         self._out: list[Frame] = []  # held replies of the line at hand
         self._out_bytes = 0
+        self._out_since = 0.0  # when the first of them was made
         self._out_charged = 0  # how many of them count against the quota
         self._ahead: Envelope | None = None  # the next message of the line at hand, if it has been taken already
         self._problem: Exception | None = None  # raised by taking it
@@ -300,21 +302,28 @@ class Lead:
                 frame = None
             state.handling = False
             state.lead = None
+            now = time.monotonic()
             with self._lock:
                 leading = role.finish(token)
                 if leading and frame is not None:
+                    if not self._out:
+                        self._out_since = now
                     self._out.append(frame)
                     self._out_bytes += frame.size
                     self._out_charged += charged
             if leading:
-                line.pace.handled(time.monotonic() - self._began)
+                line.pace.handled(now - self._began)
             else:
                 serving.detached.discard(threading.get_ident())
                 serving.finished += 1
                 if frame is not None:
                     line.reply(frame, releases=charged)
                 return False
-            if frame is not None and (len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES):
+            if self._out and (
+                now - self._out_since >= _MAX_HELD_SECONDS
+                or len(self._out) >= _MAX_HELD
+                or self._out_bytes >= _MAX_HELD_BYTES
+            ):
                 self._send_held(token)
         if self._out:
             self._send_held(token)
