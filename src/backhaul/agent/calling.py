@@ -179,6 +179,10 @@ class Calling(Reading):
             self._watch.remind(self)
         return True
 
+    @property
+    def retains(self) -> bool:
+        return bool(self._state.holds) or self._unflushed
+
     def send_held(self) -> bool:
         """Send the held frames without waiting. False if some bytes have not left and no thread is sending them."""
         if not self._state.holds:

@@ -214,6 +214,11 @@ class Line:
                     waiter.sleep(math.inf)
 
     @property
+    def retains(self) -> bool:
+        """Whether a frame, or a part of one, has not left."""
+        return self._unflushed
+
+    @property
     def unsent(self) -> int:
         """How many bytes wait behind the frame under way."""
         return self._outbox.waiting

@@ -287,6 +287,8 @@ class Watch:
         active = self._attend()
         for line in list(self._holding):
             self._holding.discard(line)
+            if not line.retains:  # the held frames have left with another one
+                continue
             if not line.send_held():
                 self._holding.add(line)
             self.hurry()
