@@ -73,6 +73,12 @@ def uuid_of(device: int) -> str:
 _here: weakref.WeakValueDictionary[bytes, _Segment] = weakref.WeakValueDictionary()
 """The segments that this process has made, by name: another worker of the process cannot open them, and uses these."""
 
+_ends: weakref.WeakSet[_Segment | _Opened] = weakref.WeakSet()
+"""The segments of this process, at their senders and at their receivers."""
+
+_inherited: list[_Segment | _Opened] = []
+"""In a forked child: the segments of the parent. They are never deleted, because the child must not call the driver."""
+
 
 def _new_page(size: int, handles: tuple[bytes, bytes], uuid: str, id: int, name: bytes) -> tuple[int, mmap.mmap]:
     """The page of a new segment: its descriptor, and its memory."""
@@ -107,12 +113,17 @@ class _Segment:
         self.events = filled, drained
         name = secrets.token_bytes(16)
         _here[name] = self
-        page, self.page = _new_page(self.size, handles, uuid_of(device), id, name)
+        self._start_page(handles, uuid_of(device), name)
         try:
-            self.descriptors: list[int] = [page, self.memory.export()]
+            self.descriptors.append(self.memory.export())
         except BaseException:
-            os.close(page)
+            self.forget()
             raise
+
+    def _start_page(self, handles: tuple[bytes, bytes], uuid: str, name: bytes) -> None:
+        page, self.page = _new_page(self.size, handles, uuid, self.id, name)
+        self.descriptors: list[int] = [page]
+        _ends.add(self)
 
     @property
     def is_free(self) -> bool:
@@ -142,6 +153,18 @@ class _Segment:
         with contextlib.suppress(IndexError):
             while True:
                 os.close(self.descriptors.pop())
+
+    def abandon(self) -> None:
+        """In a forked child: leave the segment to the parent."""
+        self.page = _copy_of(self.page)
+        self.forget()
+
+
+def _copy_of(page: mmap.mmap) -> mmap.mmap:
+    """A page of this process alone."""
+    copy = mmap.mmap(-1, PAGE)
+    copy[:] = page[:]
+    return copy
 
 
 class Placed:
@@ -178,6 +201,7 @@ class DeviceLending:
         self._on_use = on_use
         self._limit = limit
         self._warn = warn
+        self._process = os.getpid()
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._segments: list[_Segment] = []
@@ -310,6 +334,11 @@ class DeviceLending:
         return soonest
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            # A forked child must not take the lock: a thread that exists only in the parent may hold it.
+            self._segments = []
+            self._trials = {}
+            return
         with self._lock:
             self._impossible = True
             for segment in (*self._segments, *self._trials.values()):
@@ -330,6 +359,7 @@ class _Opened:
         self._device = 0  # set by _open
         fields = _FIELDS.unpack_from(page, _FIELDS_AT)
         _, self.size, self._filled, self._drained, self._uuid, self.id, self._name = fields
+        _ends.add(self)
 
     def drain(self, target: torch.Tensor, size: int) -> None:
         incoming = self._incoming
@@ -389,9 +419,18 @@ class _Opened:
             self._incoming = _incoming(memory, filled, drained)
         return self._incoming
 
+    def abandon(self) -> None:
+        """In a forked child: leave the segment to the parent and its peer."""
+        self.page = _copy_of(self.page)
+        self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
     def __del__(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        self._close()
 
 
 def _incoming(memory: SharedMemory, filled: torch.cuda.Event, drained: torch.cuda.Event) -> Incoming:
@@ -483,3 +522,13 @@ def is_page(descriptor: int) -> bool:
             return page[_FIELDS_AT : _FIELDS_AT + len(MAGIC)] == MAGIC
     except (OSError, ValueError):
         return False
+
+
+def _after_fork_in_child() -> None:
+    """Leave the segments to the parent. Otherwise the child would give them up, and free those with data."""
+    _inherited[:] = _ends
+    for each in _inherited:
+        each.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
