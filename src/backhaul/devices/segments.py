@@ -5,8 +5,9 @@ processes have, and a page of ordinary shared memory that says whether the segme
 as two descriptors: first the page, then the memory. `discipline` describes the order of the other steps.
 
 A receiver cannot always open a segment: it may not see the GPU (``CUDA_VISIBLE_DEVICES``, containers), or the driver
-may refuse. So the first segment on a device is passed on trial, without data, beside a message whose tensors go through
-host memory. The receiver opens it at once, and says in the page whether that worked. Data goes in segments only then.
+may refuse. So the first segment on a device is passed on trial: without data, beside the next message, whatever that
+is. The receiver opens it at once, and says in the page whether that worked. Until then, and if it did not, data goes
+through host memory.
 
 The page::
 
@@ -39,7 +40,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -208,19 +209,30 @@ class DeviceLending:
         self._count = 0
         self._impossible = limit == 0
         self._trials: dict[int, _Segment] = {}  # by device: the first segment, until the peer has opened it
+        self.offers = False
+        """Whether a segment on trial was not passed yet: see `offer`."""
         self._opened: set[int] = set()  # devices whose segments the peer can open
         self._refused: set[int] = set()
 
     def offer(self) -> list[int]:
         """The descriptors of segments on trial, to pass along with any message; the caller must close them."""
-        if not self._trials:
+        if not self.offers:
             return []
         with self._lock:
+            self.offers = False
             trials = list(self._trials.values())
             passed = [descriptor for each in trials for descriptor in each.descriptors]
             for each in trials:
                 each.descriptors = []
         return passed
+
+    def takes(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether the peer can open segments on the GPUs of these tensors. The first call for a GPU starts a trial."""
+        with self._lock:
+            return all(
+                device in self._opened or self._is_opened(device)
+                for device in {tensor.get_device() for tensor in tensors if tensor.is_cuda}
+            )
 
     def place(self, memory: torch.Tensor, size: int) -> Placed | None:
         """Copy the first bytes of a tensor into a segment, on the current stream. None if no segment is available."""
@@ -259,6 +271,7 @@ class DeviceLending:
             if trial is not None:
                 trial.page[2] = 1
                 self._trials[device] = trial
+                self.offers = True
             return False
         if not trial.trial:
             return False

@@ -83,7 +83,12 @@ class StreamChannel(SlicedChannel):
 
     def write(self, frame: Frame) -> bool:
         pieces = frame.pieces
-        if len(pieces) > 1 or frame.size > MOST_SLICE or (frame.places and not self._leaves_alone(frame)):
+        if (
+            len(pieces) > 1
+            or frame.size > MOST_SLICE
+            or (self._device_lending is not None and self._device_lending.offers)
+            or (frame.places and not self._leaves_alone(frame))
+        ):
             return self._write_large(frame)
         self.sent += frame.size
         if self._buffer is not None:
@@ -273,7 +278,8 @@ class CheckedChannel(StreamChannel):
         self.next = records.next  # type: ignore[method-assign]
 
     def write(self, frame: Frame) -> bool:
-        if len(frame.pieces) > 1 or frame.places or frame.size > MOST_SLICE:
+        offers = self._device_lending is not None and self._device_lending.offers
+        if len(frame.pieces) > 1 or frame.places or frame.size > MOST_SLICE or offers:
             return self._write_large(frame)
         self.sent += frame.size
         self._unsent = self._seal([memoryview(frame.pieces[0])])
