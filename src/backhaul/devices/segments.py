@@ -379,14 +379,15 @@ class _Opened:
         if incoming is None:
             with self._lock:
                 incoming = self._open()
-        if target.is_cuda:
-            incoming.drain(target.data_ptr(), size, driver.current_stream(target.get_device()))
+        stream = driver.current_stream(self._device)
+        if target.is_cuda and target.get_device() == self._device:
+            incoming.drain(target.data_ptr(), size, stream)
             return
-        # The data is a gradient for a tensor that came from the CPU. Its sender computed it on a GPU, and does not know
-        # where the tensor came from.
-        through = torch.empty(size, dtype=torch.uint8, device=f"cuda:{self._device}")
-        incoming.drain(through.data_ptr(), size, driver.current_stream(self._device))
-        target.copy_(through)
+        # The data goes to another GPU; or to the CPU, if it is the gradient of a tensor that came from there. Only this
+        # GPU can access the segment, and an event can be recorded only on streams of its GPU.
+        through = _empty_on(self._device, size)
+        incoming.drain(through.data_ptr(), size, stream)
+        _bytes_of(target, size).copy_(through)
 
     def try_to_open(self) -> None:
         """Open a segment on trial, and tell the sender whether that worked."""
@@ -444,6 +445,15 @@ class _Opened:
 
     def __del__(self) -> None:
         self._close()
+
+
+def _empty_on(device: int, size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+def _bytes_of(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """The first bytes of the storage of a tensor, as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), 0, (size,), (1,))
 
 
 def _incoming(memory: SharedMemory, filled: torch.cuda.Event, drained: torch.cuda.Event) -> Incoming:
