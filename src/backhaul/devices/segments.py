@@ -101,14 +101,15 @@ class _Segment:
     def __init__(self, id: int, device: int, size: int) -> None:
         self.id = id
         self.device = device
-        self.memory = SharedMemory(device, size)
-        self.size = self.memory.size
         with torch.cuda.device(device):
+            # The events come first: torch makes the GPU's context current on this thread for them, which may be new.
             filled = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
             drained = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
             filled.record()
             drained.record()
             handles = filled.ipc_handle(), drained.ipc_handle()  # type: ignore[no-untyped-call]
+            self.memory = SharedMemory(device, size)
+        self.size = self.memory.size
         self.outgoing = Outgoing(driver, self.memory.address, filled.cuda_event, drained.cuda_event)
         self.used_at = 0.0
         self.events = filled, drained
@@ -403,7 +404,11 @@ class _Opened:
             self.page[3] = _OPENED
 
     def _open(self) -> Incoming:
-        """Open the memory and the events. This is slow, so the thread that wants the first data does it."""
+        """Open the memory and the events.
+
+        This is slow, so the thread that wants the first data does it; a segment on trial is opened by the thread that
+        reads.
+        """
         if self._incoming is None:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is None:
@@ -417,10 +422,13 @@ class _Opened:
                 return self._incoming
             try:
                 device = _index_of(self._uuid.rstrip(b"\0").decode("ascii", "replace"))
-                memory = SharedMemory(device, self.size, descriptor)
                 here = torch.device("cuda", device)
-                filled = torch.cuda.Event.from_ipc_handle(here, self._filled)  # type: ignore[no-untyped-call]
-                drained = torch.cuda.Event.from_ipc_handle(here, self._drained)  # type: ignore[no-untyped-call]
+                with torch.cuda.device(here):
+                    # The events come first: torch makes the GPU's context current on this thread for them. The thread
+                    # reads messages, and may never have used a GPU.
+                    filled = torch.cuda.Event.from_ipc_handle(here, self._filled)  # type: ignore[no-untyped-call]
+                    drained = torch.cuda.Event.from_ipc_handle(here, self._drained)  # type: ignore[no-untyped-call]
+                    memory = SharedMemory(device, self.size, descriptor)
             except (DriverError, RuntimeError) as error:
                 raise BackhaulError(
                     f"a peer's device memory cannot be opened here: {error}. Give RpcOptions(device_pool_bytes=0) to "
