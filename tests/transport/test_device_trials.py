@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -199,6 +201,23 @@ def test_a_trial_without_an_answer_ends_with_its_channel(pair: tuple[Channel, Ch
             os.fstat(descriptor)
     assert not place(lending)
     assert len(Segment.made) == 1
+
+
+def test_threads_that_send_the_first_tensors_share_one_lending(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, _ = pair
+    make, meeting = near._budget.lend_device_memory, threading.Event()  # type: ignore[attr-defined]
+
+    def make_late(limit: int) -> DeviceLending:
+        meeting.wait(0.2)  # for the other thread, if it makes one too
+        made: DeviceLending = make(limit)
+        return made
+
+    monkeypatch.setattr(near._budget, "lend_device_memory", make_late)  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(lending_of, near) for _ in range(2))
+        assert first.result() is second.result() is near.device_lending
 
 
 def test_a_small_limit_leaves_no_room_for_a_trial() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -40,6 +41,8 @@ _NO_WAIT_FOR_DESCRIPTORS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _DESCRIPTOR_ROOM = socket.CMSG_SPACE((segments.MAX_PASSED + 2 * MAX_NEW) * array.array("i").itemsize)
 _MAX_PIECES = 512  # below IOV_MAX, which is 1024
+
+_making = threading.Lock()  # held while a channel gets its lending of device memory
 
 
 class StreamChannel(SlicedChannel):
@@ -78,7 +81,10 @@ class StreamChannel(SlicedChannel):
     def device_lending(self) -> DeviceLending | None:  # type: ignore[override]
         """The lending of device memory. It is made when a thread first sends a tensor on a GPU."""
         if self._device_lending is None and self._device_pool:
-            self._device_lending = self._budget.lend_device_memory(self._device_pool)
+            # Each lending numbers its segments, so there must be only one.
+            with _making:
+                if self._device_lending is None and self._device_pool:
+                    self._device_lending = self._budget.lend_device_memory(self._device_pool)
         return self._device_lending
 
     def write(self, frame: Frame) -> bool:
