@@ -5,9 +5,11 @@ No GPU is needed: the sender's segments have a real page, which travels over a r
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -165,8 +167,8 @@ def test_without_success_data_goes_through_host_memory(
     assert len(Segment.made) == 1
     (record,) = caplog.records
     assert record.getMessage() == (
-        "tensors on cuda:0 go through host memory, because the other worker cannot open device memory of this one: "
-        "the GPU GPU-elsewhere is not visible to this process"
+        "tensors on cuda:0 go through host memory, because another worker of this host cannot open device memory of "
+        "this one: the GPU GPU-elsewhere is not visible to this process"
     )
 
 
@@ -203,6 +205,27 @@ def test_a_trial_without_an_answer_ends_with_its_channel(pair: tuple[Channel, Ch
     assert len(Segment.made) == 1
 
 
+def test_a_reason_is_logged_once_for_all_channels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Segment, "near", False)
+    group = Group("unix")
+    try:
+        transport, door = group.door()
+        for _ in range(3):
+            far = group.connect(transport)
+            near = door.channel()
+            for device in range(2):
+                assert not place(lending_of(near), device=device)
+                send_tensor(near)
+                receive(far)
+                assert not place(lending_of(near), device=device)
+            near.close()
+    finally:
+        group.close()
+    assert [record.getMessage()[:17] for record in caplog.records] == ["tensors on cuda:0", "tensors on cuda:1"]
+
+
 def test_threads_that_send_the_first_tensors_share_one_lending(
     pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +241,42 @@ def test_threads_that_send_the_first_tensors_share_one_lending(
     with ThreadPoolExecutor(2) as threads:
         first, second = (threads.submit(lending_of, near) for _ in range(2))
         assert first.result() is second.result() is near.device_lending
+
+
+def test_a_trial_that_nothing_follows_ends_too(pair: tuple[Channel, Channel]) -> None:
+    """Its segment is idle then, and is freed like any other."""
+    near, far = pair
+    lending = lending_of(near)
+    woken: list[None] = []
+    lending._on_use = lambda: woken.append(None)
+    assert not place(lending)
+    assert woken
+    now = time.monotonic()
+    assert lending.trim(now) == segments._IDLE_SECONDS
+    send(near, Ping(1))
+    receive(far)
+    (segment,) = lending._trials.values()
+    assert lending.trim(now) < math.inf
+    assert not lending._trials
+    assert lending.trim(now + 2 * segments._IDLE_SECONDS) == math.inf
+    assert segment.page[1]
+    assert place(lending)
+    assert len(Segment.made) == 2
+
+
+def test_segments_on_trial_count_for_the_limit() -> None:
+    group = Group("unix")
+    try:
+        far, near = group.pair(device_pool_bytes=3 << 20)
+        lending = lending_of(near)
+        assert not place(lending, device=0)
+        assert not place(lending, device=1)
+        assert Segment.made == [(0, 2 << 20)]
+        send_tensor(near)
+        receive(far)
+        assert place(lending, device=0)
+    finally:
+        group.close()
 
 
 def test_a_small_limit_leaves_no_room_for_a_trial() -> None:

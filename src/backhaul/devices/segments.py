@@ -197,8 +197,8 @@ class DeviceLending:
     def __init__(self, limit: int, warn: Callable[[str], None], on_use: Callable[[], None] = lambda: None) -> None:
         """``limit``: the bytes of device memory that the segments may take.
 
-        ``warn`` is called with the reason if segments cannot be made, or not opened by the peer; then it is called once
-        for each device. ``on_use`` is called when there is a first segment, so that the caller arranges for `trim`.
+        ``warn`` is called with the reason if segments cannot be made, or not opened by the peer; the reason may be one
+        that it knows. ``on_use`` is called when there is a first segment, so that the caller arranges for `trim`.
         """
         self._on_use = on_use
         self._limit = limit
@@ -266,28 +266,34 @@ class DeviceLending:
         """Whether the peer can open segments on a device. The first call starts the trial."""
         if self._impossible or device in self._refused:
             return False
-        trial = self._trials.get(device)
-        if trial is None:
-            trial = self._make(device, _SMALLEST)
-            if trial is not None:
-                trial.page[2] = 1
-                self._trials[device] = trial
-                self.offers = True
-            return False
-        if not trial.trial:
-            return False
+        if device in self._trials:
+            self._settle(device)
+            return device in self._opened
+        trial = self._make(device, _SMALLEST)
+        if trial is not None:
+            trial.page[2] = 1
+            self._note_use()
+            self._trials[device] = trial
+            self.offers = True
+        return False
+
+    def _settle(self, device: int) -> None:
+        """End a trial if the peer has answered."""
+        trial = self._trials[device]
+        answer = trial.trial
+        if not answer:
+            return
         del self._trials[device]
-        if trial.trial != _OPENED:
-            self._refused.add(device)
-            trial.forget()
-            self._warn(
-                f"tensors on cuda:{device} go through host memory, because the other worker cannot open device memory "
-                f"of this one: {trial.reason()}"
-            )
-            return False
-        self._opened.add(device)
-        self._keep(trial)
-        return True
+        if answer == _OPENED:
+            self._opened.add(device)
+            self._keep(trial)
+            return
+        self._refused.add(device)
+        trial.forget()
+        self._warn(
+            f"tensors on cuda:{device} go through host memory, because another worker of this host cannot open device "
+            f"memory of this one: {trial.reason()}"
+        )
 
     def _take(self, device: int, size: int) -> _Segment | None:
         best: _Segment | None = None
@@ -319,12 +325,15 @@ class DeviceLending:
 
     def _keep(self, segment: _Segment) -> None:
         segment.used_at = time.monotonic()
-        if not self._segments:
-            self._on_use()
+        self._note_use()
         self._segments.append(segment)
 
+    def _note_use(self) -> None:
+        if not self._segments and not self._trials:
+            self._on_use()
+
     def _total(self) -> int:
-        return sum(each.memory.size for each in self._segments)
+        return sum(each.memory.size for each in (*self._segments, *self._trials.values()))
 
     def _make_room(self, size: int) -> None:
         for segment in sorted(self._segments, key=lambda each: each.used_at):
@@ -336,8 +345,10 @@ class DeviceLending:
 
     def trim(self, now: float) -> float:
         """Free segments that were not used for a while. Returns the seconds until the next call is due, or infinity."""
-        soonest = math.inf
         with self._lock:
+            for device in list(self._trials):
+                self._settle(device)
+            soonest = _IDLE_SECONDS if self._trials else math.inf
             for segment in list(self._segments):
                 left = segment.used_at + _IDLE_SECONDS - now
                 if left > 0 or not segment.is_free:
