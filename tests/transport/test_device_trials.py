@@ -19,6 +19,7 @@ import torch
 from transport_group import Group, receive, send
 
 from backhaul.devices import segments
+from backhaul.devices.driver import NoMemory
 from backhaul.devices.segments import DeviceLending
 from backhaul.transport.base import Channel
 from backhaul.wire.messages import Ping, Result
@@ -50,7 +51,12 @@ class Segment(segments._Segment):
     near = True
     made: ClassVar[list[tuple[int, int]]] = []  # the device and the size of each
 
+    full = False
+    """Whether the device has no memory."""
+
     def __init__(self, id: int, device: int, size: int) -> None:
+        if self.full:
+            raise NoMemory(f"taking {size} bytes failed: CUDA_ERROR_OUT_OF_MEMORY")
         self.made.append((device, size))
         self.id, self.device, self.size = id, device, size
         memory: Any = _Memory(size)
@@ -277,6 +283,34 @@ def test_segments_on_trial_count_for_the_limit() -> None:
         assert place(lending, device=0)
     finally:
         group.close()
+
+
+def test_a_device_without_memory(pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Existing segments serve, and later there may be memory again."""
+    near, far = pair
+    lending = lending_of(near)
+    said: list[str] = []
+    lending._warn = said.append
+    clock = [1000.0]
+    monkeypatch.setattr(segments.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(Segment, "full", True)
+    assert not place(lending)
+    monkeypatch.setattr(Segment, "full", False)
+    assert not place(lending)
+    assert not Segment.made
+    clock[0] += 2
+    assert not place(lending)
+    send_tensor(near)
+    receive(far)
+    assert place(lending)
+    monkeypatch.setattr(Segment, "full", True)
+    assert not place(lending, LARGE)
+    assert place(lending), "the first segment still serves"
+    clock[0] += 2
+    monkeypatch.setattr(Segment, "full", False)
+    assert place(lending, LARGE)
+    assert len(said) == 2
+    assert all("no memory" in each for each in said)
 
 
 def test_a_small_limit_leaves_no_room_for_a_trial() -> None:

@@ -22,11 +22,16 @@ stream of whichever device is current.
 """
 
 
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
 class DriverError(Exception):
     """A call of the driver failed."""
+
+
+class NoMemory(DriverError):
+    """The device has no memory left."""
 
 
 @lru_cache(maxsize=1)
@@ -43,7 +48,8 @@ def check(code: int, what: str) -> None:
     if code:
         name = ctypes.c_char_p()
         library().cuGetErrorName(code, ctypes.byref(name))
-        raise DriverError(f"{what} failed: {(name.value or b'?').decode()}")
+        kind = NoMemory if code == _OUT_OF_MEMORY else DriverError
+        raise kind(f"{what} failed: {(name.value or b'?').decode()}")
 
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)  # of the calling thread

@@ -46,7 +46,7 @@ import torch
 
 from backhaul.devices import driver
 from backhaul.devices.discipline import Incoming, Outgoing
-from backhaul.devices.driver import DriverError
+from backhaul.devices.driver import DriverError, NoMemory
 from backhaul.devices.memory import SharedMemory
 from backhaul.errors import BackhaulError, ProtocolError
 
@@ -209,6 +209,7 @@ class DeviceLending:
         self._segments: list[_Segment] = []
         self._count = 0
         self._impossible = limit == 0
+        self._full_until = 0.0  # the time until which no segment is made, because a device had no memory for one
         self._trials: dict[int, _Segment] = {}  # by device: the first segment, until the peer has opened it
         self.offers = False
         """Whether a segment on trial was not passed yet: see `offer`."""
@@ -314,8 +315,17 @@ class DeviceLending:
         self._make_room(capacity)
         if self._total() + capacity > self._limit or len(self._segments) >= _MOST:
             return None
+        if time.monotonic() < self._full_until:
+            return None
         try:
             segment = _Segment(self._count + 1, device, capacity)
+        except NoMemory as error:
+            # Torch may have all of it, for now. The segments that exist are still of use.
+            self._full_until = time.monotonic() + _LOOK_AGAIN
+            self._warn(
+                f"some tensors on GPUs go through host memory, because there is no memory for a segment: {error}"
+            )
+            return None
         except (DriverError, RuntimeError, OSError) as error:
             self._impossible = True
             self._warn(f"tensors on GPUs go through host memory, because device memory cannot be shared: {error}")
