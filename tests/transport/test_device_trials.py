@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -247,6 +248,22 @@ def test_threads_that_send_the_first_tensors_share_one_lending(
     with ThreadPoolExecutor(2) as threads:
         first, second = (threads.submit(lending_of, near) for _ in range(2))
         assert first.result() is second.result() is near.device_lending
+
+
+def test_the_segments_of_a_peer_are_unmapped_when_the_channel_ends(pair: tuple[Channel, Channel]) -> None:
+    """The memory of a dead peer lives as long as it is mapped here, and the channel lives on for its counters."""
+    near, far = pair
+    lending = lending_of(near)
+    assert not place(lending)
+    send_tensor(near)
+    receive(far)
+    borrowing = far._borrowing  # type: ignore[attr-defined]
+    opened = weakref.ref(borrowing._devices._segments[1])
+    lease = borrowing.lend_device(1, SMALL)
+    far.close()
+    assert opened() is not None, "its data was not taken yet"
+    del lease
+    assert opened() is None
 
 
 def test_a_trial_that_nothing_follows_ends_too(pair: tuple[Channel, Channel]) -> None:

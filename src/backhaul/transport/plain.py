@@ -252,6 +252,8 @@ class StreamChannel(SlicedChannel):
         self._device_pool = 0
         if self._device_lending is not None:
             self._device_lending.close()
+        if self._borrowing is not None:
+            self._borrowing.close()
         super().close()
 
 

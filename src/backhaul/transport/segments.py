@@ -401,6 +401,11 @@ class Borrowing:
     def forget(self, id: int) -> None:
         self._mappings.pop(id, None)
 
+    def close(self) -> None:
+        """Unmap the segments that are not in use. The others go with their tensors."""
+        self._mappings = {}
+        self._devices = DeviceBorrowing()
+
 
 def _map(descriptor: int) -> _Mapping:
     try:
