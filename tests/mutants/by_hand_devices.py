@@ -268,22 +268,22 @@ DEVICES = (
     Mutant(
         "devices/segments.py",
         "data goes in segments before the peer has opened the first one",
-        "            known = device in self._opened or self._is_opened(device)\n",
-        "            known = True\n",
+        "            known = device in self._opened or self._is_opened(device)\n            segment",
+        "            known = True\n            segment",
         _TRIALS,
     ),
     Mutant(
         "devices/segments.py",
         "a segment on trial is taken for opened when the peer has answered",
-        "        if trial.trial != _OPENED:\n",
-        "        if not trial.trial:\n",
+        "        if answer == _OPENED:\n",
+        "        if answer:\n",
         _TRIALS,
     ),
     Mutant(
         "devices/segments.py",
         "a trial that failed begins again",
-        "            self._refused.add(device)\n",
-        "            pass\n",
+        "        self._refused.add(device)\n",
+        "",
         _TRIALS,
     ),
     Mutant(
@@ -296,15 +296,15 @@ DEVICES = (
     Mutant(
         "devices/segments.py",
         "a segment on trial is not used after it",
-        "        self._opened.add(device)\n        self._keep(trial)\n",
-        "        self._opened.add(device)\n",
+        "            self._opened.add(device)\n            self._keep(trial)\n",
+        "            self._opened.add(device)\n",
         _TRIALS,
     ),
     Mutant(
         "devices/segments.py",
         "a segment on trial outlives its channel",
-        "for segment in (*self._segments, *self._trials.values()):",
-        "for segment in self._segments:",
+        "            dropped = [*self._segments, *self._trials.values()]\n",
+        "            dropped = [*self._segments]\n",
         _TRIALS,
     ),
     Mutant(

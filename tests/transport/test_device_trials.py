@@ -287,6 +287,28 @@ def test_a_trial_that_nothing_follows_ends_too(pair: tuple[Channel, Channel]) ->
     assert len(Segment.made) == 2
 
 
+@pytest.mark.parametrize("end", ["trim", "close"])
+def test_no_thread_waits_for_the_lock_while_memory_is_freed(pair: tuple[Channel, Channel], end: str) -> None:
+    """It may be freed only when the device has done its work."""
+    near, far = pair
+    lending = lending_of(near)
+    assert not place(lending)
+    send_tensor(near)
+    receive(far)
+    assert place(lending)
+    assert place(lending, LARGE)
+    held: list[bool] = []
+    for segment in lending._segments:
+        weakref.finalize(segment.memory, lambda: held.append(lending._lock.locked()))
+    del segment
+    far.close()  # in this process, it uses the same memory
+    if end == "trim":
+        lending.trim(math.inf)
+    else:
+        lending.close()
+    assert held == [False, False]
+
+
 def test_segments_on_trial_count_for_the_limit() -> None:
     group = Group("unix")
     try:

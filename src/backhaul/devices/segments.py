@@ -355,6 +355,8 @@ class DeviceLending:
 
     def trim(self, now: float) -> float:
         """Free segments that were not used for a while. Returns the seconds until the next call is due, or infinity."""
+        # To free device memory may take until the device has done its work. Threads that send must not wait for that.
+        dropped: list[_Segment] = []
         with self._lock:
             for device in list(self._trials):
                 self._settle(device)
@@ -366,6 +368,7 @@ class DeviceLending:
                 else:
                     self._segments.remove(segment)
                     segment.forget()
+                    dropped.append(segment)
         return soonest
 
     def close(self) -> None:
@@ -376,10 +379,11 @@ class DeviceLending:
             return
         with self._lock:
             self._impossible = True
-            for segment in (*self._segments, *self._trials.values()):
-                segment.forget()
+            dropped = [*self._segments, *self._trials.values()]
             self._segments = []
             self._trials = {}
+        for segment in dropped:
+            segment.forget()
 
 
 class _Opened:
