@@ -123,8 +123,9 @@ class _Segment:
             raise
 
     def _start_page(self, handles: tuple[bytes, bytes], uuid: str, name: bytes) -> None:
-        page, self.page = _new_page(self.size, handles, uuid, self.id, name)
-        self.descriptors: list[int] = [page]
+        descriptor, page = _new_page(self.size, handles, uuid, self.id, name)
+        self.page: mmap.mmap | bytearray = page
+        self.descriptors: list[int] = [descriptor]
         _ends.add(self)
 
     @property
@@ -158,15 +159,8 @@ class _Segment:
 
     def abandon(self) -> None:
         """In a forked child: leave the segment to the parent."""
-        self.page = _copy_of(self.page)
+        self.page = bytearray(self.page)
         self.forget()
-
-
-def _copy_of(page: mmap.mmap) -> mmap.mmap:
-    """A page of this process alone."""
-    copy = mmap.mmap(-1, PAGE)
-    copy[:] = page[:]
-    return copy
 
 
 class Placed:
@@ -390,7 +384,7 @@ class _Opened:
     """A segment, at its receiver."""
 
     def __init__(self, page: mmap.mmap, descriptor: int) -> None:
-        self.page = page
+        self.page: mmap.mmap | bytearray = page
         self._descriptor: int | None = descriptor
         self._incoming: Incoming | None = None
         self._keep: tuple[object, ...] = ()
@@ -468,7 +462,7 @@ class _Opened:
 
     def abandon(self) -> None:
         """In a forked child: leave the segment to the parent and its peer."""
-        self.page = _copy_of(self.page)
+        self.page = bytearray(self.page)
         self._close()
 
     def _close(self) -> None:
