@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def segment(id: int, events: object = None) -> Any:
     """A segment at its sender."""
     made: Any = segments._Segment.__new__(segments._Segment)
     made.id, made.device, made.size, made.used_at, made.events = id, 0, 100, 0.0, events
-    made.memory = made  # for its size
+    made.memory = SimpleNamespace(size=made.size)
     made._start_page((b"", b""), "GPU-elsewhere", b"x" * 16)
     made.descriptors.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     return made
