@@ -41,8 +41,11 @@ def kernels() -> None:
 def pair(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
     options = RpcOptions(device_maps="same", secret=bytes(32), **WAYS[request.param])
     with InProcessCluster(2, sockets=True, options=options) as workers:
-        with workers[0].as_current():  # so that what is made with the first tensor is made
-            rpc.rpc_sync("worker1", torch.clone, args=(torch.zeros(LARGE, device=GPU),))
+        with workers[0].as_current():
+            # Make what is made with the first tensor of a size, which may wait for the device. The first message only
+            # passes a segment on trial, and the second one makes a segment of this size.
+            for _ in range(2):
+                rpc.rpc_sync("worker1", torch.clone, args=(torch.zeros(LARGE, device=GPU),))
         yield workers
 
 

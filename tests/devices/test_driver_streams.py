@@ -88,6 +88,19 @@ def test_other_streams_know_their_device(cuda: FakeCuda) -> None:
     assert cuda.done == expected(1, OTHER_STREAM)
 
 
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("device", [0, 1])
+def test_copies_are_enqueued_while_their_gpu_is_current(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, device: int, current: int
+) -> None:
+    """The driver checks their addresses against the current context, also on a stream of another one."""
+    monkeypatch.setattr(driver, "_device_of", {OTHER_STREAM: device})
+    cuda.device = current
+    enqueue_all(OTHER_STREAM)
+    assert cuda.done == expected(device, OTHER_STREAM)[:2] + expected(current, OTHER_STREAM)[2:]
+    assert cuda.device == current
+
+
 def test_the_handles_of_default_streams_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         def __init__(self, stream_id: int, device_index: int, device_type: int) -> None:
@@ -95,9 +108,11 @@ def test_the_handles_of_default_streams_differ(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(driver, "_handles", {})
+    monkeypatch.setattr(driver, "_device_of", {})
     monkeypatch.setattr(driver, "_streams", {})
     assert [driver.handle((0, device, 1)) for device in range(3)] == [-1, -2, -3]
     assert driver.handle((3, 1, 1)) == OTHER_STREAM + 3
+    assert driver._device_of == {-1: 0, -2: 1, -3: 2, OTHER_STREAM + 3: 1}
 
 
 @pytest.mark.parametrize("stream", [-1, -2, OTHER_STREAM])

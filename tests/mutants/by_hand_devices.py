@@ -8,6 +8,7 @@ _CHANNELS = ("tests/transport/test_filling_channels.py",)
 _CALLS = ("tests/calls/test_filling_calls.py",)
 _COPIES = ("tests/devices/test_discipline.py",)
 _TRIALS = ("tests/transport/test_device_trials.py",)
+_FORKS = ("tests/devices/test_device_forks.py",)
 _RUNS = ("tests/devices/test_run_streams.py",)
 
 DEVICES = (
@@ -268,22 +269,22 @@ DEVICES = (
     Mutant(
         "devices/segments.py",
         "data goes in segments before the peer has opened the first one",
-        "            known = device in self._opened or self._is_opened(device)\n",
-        "            known = True\n",
+        "            known = device in self._opened or self._is_opened(device)\n            segment",
+        "            known = True\n            segment",
         _TRIALS,
     ),
     Mutant(
         "devices/segments.py",
         "a segment on trial is taken for opened when the peer has answered",
-        "        if trial.trial != _OPENED:\n",
-        "        if not trial.trial:\n",
+        "        if answer == _OPENED:\n",
+        "        if answer:\n",
         _TRIALS,
     ),
     Mutant(
         "devices/segments.py",
         "a trial that failed begins again",
-        "            self._refused.add(device)\n",
-        "            pass\n",
+        "        self._refused.add(device)\n",
+        "",
         _TRIALS,
     ),
     Mutant(
@@ -296,15 +297,15 @@ DEVICES = (
     Mutant(
         "devices/segments.py",
         "a segment on trial is not used after it",
-        "        self._opened.add(device)\n        self._keep(trial)\n",
-        "        self._opened.add(device)\n",
+        "            self._opened.add(device)\n            self._keep(trial)\n",
+        "            self._opened.add(device)\n",
         _TRIALS,
     ),
     Mutant(
         "devices/segments.py",
         "a segment on trial outlives its channel",
-        "for segment in (*self._segments, *self._trials.values()):",
-        "for segment in self._segments:",
+        "            dropped = [*self._segments, *self._trials.values()]\n",
+        "            dropped = [*self._segments]\n",
         _TRIALS,
     ),
     Mutant(
@@ -318,6 +319,98 @@ DEVICES = (
         "devices/segments.py",
         "the receiver does not say that it could not open a segment",
         "            self.page[3] = _FAILED\n",
+        "            pass\n",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "a trial that nothing follows never ends",
+        "                self._settle(device)\n            soonest",
+        "                pass\n            soonest",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "segments on trial do not count for the limit",
+        "for each in (*self._segments, *self._trials.values()))",
+        "for each in self._segments)",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "without memory for a segment, no segment is used again",
+        "            self._full_until = time.monotonic() + _LOOK_AGAIN\n",
+        "            self._impossible = True\n",
+        _TRIALS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "a forked child shares the pages of its parent",
+        "    for each in _inherited:\n        each.abandon()\n",
+        "",
+        _FORKS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "a forked child deletes the segments of its parent",
+        "    _inherited[:] = _ends\n    for each in _inherited:\n",
+        "    for each in list(_ends):\n",
+        _FORKS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "a forked child takes the lock of a lending",
+        "        if os.getpid() != self._process:\n            # A forked child must not take the lock",
+        "        if False:\n            # A forked child must not take the lock",
+        _FORKS,
+    ),
+    Mutant(
+        "devices/memory.py",
+        "a forked child frees the memory of its parent",
+        "        if os.getpid() != self._process:",
+        "        if False:",
+        _FORKS,
+    ),
+    Mutant(
+        "devices/segments.py",
+        "a segment is copied out on a stream of another GPU",
+        "        if target.is_cuda and target.get_device() == self._device:\n",
+        "        if target.is_cuda:\n",
+        ("tests/devices/test_several_gpus.py",),
+    ),
+    Mutant(
+        "devices/driver.py",
+        "copies are enqueued whatever GPU is current",
+        "    device = _device_of.get(stream, ~stream)\n    if device >= 0 and _current_device() != device:\n"
+        "        return _on(device, copy, ",
+        "    device = ~stream\n    if device >= 0 and _current_device() != device:\n        return _on(device, copy, ",
+        ("tests/devices/test_driver_streams.py",),
+    ),
+    Mutant(
+        "agent/outgoing.py",
+        "a frame leaves on a line that does not know its segments",
+        "        if frame.places and not awaited:",
+        "        if False:",
+        ("tests/agent/test_awaited.py",),
+    ),
+    Mutant(
+        "agent/outgoing.py",
+        "gradients wait for a trial on a line that they do not take",
+        "lending is None or not lending.takes(tensors)",
+        "lending is None",
+        ("tests/agent/test_awaited.py",),
+    ),
+    Mutant(
+        "transport/plain.py",
+        "small messages do not pass a segment on trial",
+        "            or (self._device_lending is not None and self._device_lending.offers)\n",
+        "",
+        _TRIALS,
+    ),
+    Mutant(
+        "transport/plain.py",
+        "the segments of a dead peer stay mapped",
+        "            self._borrowing.close()\n",
         "            pass\n",
         _TRIALS,
     ),

@@ -5,9 +5,14 @@ No GPU is needed: the sender's segments have a real page, which travels over a r
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
+import threading
+import time
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +20,7 @@ import torch
 from transport_group import Group, receive, send
 
 from backhaul.devices import segments
+from backhaul.devices.driver import NoMemory
 from backhaul.devices.segments import DeviceLending
 from backhaul.transport.base import Channel
 from backhaul.wire.messages import Ping, Result
@@ -46,7 +52,12 @@ class Segment(segments._Segment):
     near = True
     made: ClassVar[list[tuple[int, int]]] = []  # the device and the size of each
 
+    full = False
+    """Whether the device has no memory."""
+
     def __init__(self, id: int, device: int, size: int) -> None:
+        if self.full:
+            raise NoMemory(f"taking {size} bytes failed: CUDA_ERROR_OUT_OF_MEMORY")
         self.made.append((device, size))
         self.id, self.device, self.size = id, device, size
         memory: Any = _Memory(size)
@@ -116,15 +127,24 @@ def test_data_goes_in_segments_when_the_first_one_is_opened(pair: tuple[Channel,
     lending = lending_of(near)
     assert not place(lending)
     assert not place(lending, LARGE)
-    send(near, Ping(1))
-    receive(far)
-    assert not place(lending), "a ping is too small for descriptors"
     send_tensor(near)
     receive(far)
     assert place(lending)
     assert Segment.made == [(0, 2 << 20)], "the segment on trial is used"
     assert place(lending, LARGE)
     assert Segment.made == [(0, 2 << 20), (0, 16 << 20)]
+
+
+def test_any_message_passes_a_trial(pair: tuple[Channel, Channel]) -> None:
+    """Also a small one: perhaps no large one ever takes this channel in this direction."""
+    near, far = pair
+    lending = lending_of(near)
+    assert not place(lending)
+    assert lending.offers
+    send(near, Ping(1))
+    assert not lending.offers
+    assert receive(far).message == Ping(1)
+    assert place(lending)
 
 
 def test_each_device_has_its_trial(pair: tuple[Channel, Channel]) -> None:
@@ -154,8 +174,8 @@ def test_without_success_data_goes_through_host_memory(
     assert len(Segment.made) == 1
     (record,) = caplog.records
     assert record.getMessage() == (
-        "tensors on cuda:0 go through host memory, because the other worker cannot open device memory of this one: "
-        "the GPU GPU-elsewhere is not visible to this process"
+        "tensors on cuda:0 go through host memory, because another worker of this host cannot open device memory of "
+        "this one: the GPU GPU-elsewhere is not visible to this process"
     )
 
 
@@ -190,6 +210,146 @@ def test_a_trial_without_an_answer_ends_with_its_channel(pair: tuple[Channel, Ch
             os.fstat(descriptor)
     assert not place(lending)
     assert len(Segment.made) == 1
+
+
+def test_a_reason_is_logged_once_for_all_channels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Segment, "near", False)
+    group = Group("unix")
+    try:
+        transport, door = group.door()
+        for _ in range(3):
+            far = group.connect(transport)
+            near = door.channel()
+            for device in range(2):
+                assert not place(lending_of(near), device=device)
+                send_tensor(near)
+                receive(far)
+                assert not place(lending_of(near), device=device)
+            near.close()
+    finally:
+        group.close()
+    assert [record.getMessage()[:17] for record in caplog.records] == ["tensors on cuda:0", "tensors on cuda:1"]
+
+
+def test_threads_that_send_the_first_tensors_share_one_lending(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, _ = pair
+    make, meeting = near._budget.lend_device_memory, threading.Event()  # type: ignore[attr-defined]
+
+    def make_late(limit: int) -> DeviceLending:
+        meeting.wait(0.2)  # for the other thread, if it makes one too
+        made: DeviceLending = make(limit)
+        return made
+
+    monkeypatch.setattr(near._budget, "lend_device_memory", make_late)  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(lending_of, near) for _ in range(2))
+        assert first.result() is second.result() is near.device_lending
+
+
+def test_the_segments_of_a_peer_are_unmapped_when_the_channel_ends(pair: tuple[Channel, Channel]) -> None:
+    """The memory of a dead peer lives as long as it is mapped here, and the channel lives on for its counters."""
+    near, far = pair
+    lending = lending_of(near)
+    assert not place(lending)
+    send_tensor(near)
+    receive(far)
+    borrowing = far._borrowing  # type: ignore[attr-defined]
+    opened = weakref.ref(borrowing._devices._segments[1])
+    lease = borrowing.lend_device(1, SMALL)
+    far.close()
+    assert opened() is not None, "its data was not taken yet"
+    del lease
+    assert opened() is None
+
+
+def test_a_trial_that_nothing_follows_ends_too(pair: tuple[Channel, Channel]) -> None:
+    """Its segment is idle then, and is freed like any other."""
+    near, far = pair
+    lending = lending_of(near)
+    woken: list[None] = []
+    lending._on_use = lambda: woken.append(None)
+    assert not place(lending)
+    assert woken
+    now = time.monotonic()
+    assert lending.trim(now) == segments._IDLE_SECONDS
+    send(near, Ping(1))
+    receive(far)
+    (segment,) = lending._trials.values()
+    assert lending.trim(now) < math.inf
+    assert not lending._trials
+    assert lending.trim(now + 2 * segments._IDLE_SECONDS) == math.inf
+    assert segment.page[1]
+    assert place(lending)
+    assert len(Segment.made) == 2
+
+
+@pytest.mark.parametrize("end", ["trim", "close"])
+def test_no_thread_waits_for_the_lock_while_memory_is_freed(pair: tuple[Channel, Channel], end: str) -> None:
+    """It may be freed only when the device has done its work."""
+    near, far = pair
+    lending = lending_of(near)
+    assert not place(lending)
+    send_tensor(near)
+    receive(far)
+    assert place(lending)
+    assert place(lending, LARGE)
+    held: list[bool] = []
+    for segment in lending._segments:
+        weakref.finalize(segment.memory, lambda: held.append(lending._lock.locked()))
+    del segment
+    far.close()  # in this process, it uses the same memory
+    if end == "trim":
+        lending.trim(math.inf)
+    else:
+        lending.close()
+    assert held == [False, False]
+
+
+def test_segments_on_trial_count_for_the_limit() -> None:
+    group = Group("unix")
+    try:
+        far, near = group.pair(device_pool_bytes=3 << 20)
+        lending = lending_of(near)
+        assert not place(lending, device=0)
+        assert not place(lending, device=1)
+        assert Segment.made == [(0, 2 << 20)]
+        send_tensor(near)
+        receive(far)
+        assert place(lending, device=0)
+    finally:
+        group.close()
+
+
+def test_a_device_without_memory(pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Existing segments serve, and later there may be memory again."""
+    near, far = pair
+    lending = lending_of(near)
+    said: list[str] = []
+    lending._warn = said.append
+    clock = [1000.0]
+    monkeypatch.setattr(segments.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(Segment, "full", True)
+    assert not place(lending)
+    monkeypatch.setattr(Segment, "full", False)
+    assert not place(lending)
+    assert not Segment.made
+    clock[0] += 2
+    assert not place(lending)
+    send_tensor(near)
+    receive(far)
+    assert place(lending)
+    monkeypatch.setattr(Segment, "full", True)
+    assert not place(lending, LARGE)
+    assert place(lending), "the first segment still serves"
+    clock[0] += 2
+    monkeypatch.setattr(Segment, "full", False)
+    assert place(lending, LARGE)
+    assert len(said) == 2
+    assert all("no memory" in each for each in said)
 
 
 def test_a_small_limit_leaves_no_room_for_a_trial() -> None:

@@ -88,14 +88,10 @@ class Link:
         if calling is not None:
             calling.heard()
 
-    def post_awaited(self, frame: Frame) -> bool:
-        """Send a message that a thread of the peer waits for on the line where that thread reads replies.
 
-        False if the message cannot take that line. Large messages cannot: the sender would be busy until the message is
-        read, and the peer may have stopped waiting.
-        """
-        served = self.served
-        if served is None or (frame.keep and not frame.places) or frame.size > MOST_AWAITED:
-            return False
-        served.reply(frame)
-        return True
+def may_be_awaited(frame: Frame) -> bool:
+    """Whether a message that a thread of the peer waits for may take the line where that thread reads replies.
+
+    Large messages may not: the sender would be busy until the message is read, and the peer may have stopped waiting.
+    """
+    return (not frame.keep or bool(frame.places)) and frame.size <= MOST_AWAITED

@@ -23,6 +23,7 @@ from backhaul.agent.calling import Calling
 from backhaul.agent.execution import Execution, name_for_people
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
+from backhaul.agent.link import may_be_awaited
 from backhaul.agent.observing import Asked, Encoded, Issued, Observers, Packed
 from backhaul.agent.routes import Routes, To
 from backhaul.agent.tracing import Span, spanning, spanning_future
@@ -248,20 +249,27 @@ class Outgoing(Routes):
     def post_awaited(self, to: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a one-way message that a thread of worker ``to`` waits for. Raises `WorkerLostError`."""
         link = self._links.get(to)
+        served = None if link is None else link.served
+        staging = None
         if self.devices is not None and any(tensor.is_cuda for tensor in tensors):
-            served = None if link is None else link.served
-            if served is None or served.channel.device_lending is None:
+            lending = None if served is None else served.channel.device_lending
+            if lending is None or not lending.takes(tensors):
                 self.post(to, message, tensors)
                 return
-            staging: Gradients | None = Gradients(served.channel.device_lending)
+            staging = Gradients(lending)
         elif self.devices is not None and self.devices.crosses:
             staging = Gradients(None)
-        else:
-            staging = None
         frame = encode(message, tensors, staging)
+        awaited = served is not None and may_be_awaited(frame)
+        if frame.places and not awaited:  # its segments are known only on that line
+            del frame
+            self.post(to, message, tensors)
+            return
         if self.observers:
             frame = self._encoded(frame, message)
-        if link is None or not link.post_awaited(frame):
+        if served is not None and awaited:
+            served.reply(frame)
+        else:
             self._post(self._route(to, math.inf), frame)
 
     def post_failure(self, to: To, make: Callable[..., Any], error: BaseException) -> None:

@@ -22,11 +22,16 @@ stream of whichever device is current.
 """
 
 
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
 class DriverError(Exception):
     """A call of the driver failed."""
+
+
+class NoMemory(DriverError):
+    """The device has no memory left."""
 
 
 @lru_cache(maxsize=1)
@@ -43,7 +48,8 @@ def check(code: int, what: str) -> None:
     if code:
         name = ctypes.c_char_p()
         library().cuGetErrorName(code, ctypes.byref(name))
-        raise DriverError(f"{what} failed: {(name.value or b'?').decode()}")
+        kind = NoMemory if code == _OUT_OF_MEMORY else DriverError
+        raise kind(f"{what} failed: {(name.value or b'?').decode()}")
 
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)  # of the calling thread
@@ -73,22 +79,22 @@ def _calls() -> _Calls:
 
 
 def copy(target: int, source: int, size: int, stream: Stream) -> None:
-    """Enqueue a copy from one address of device memory to another."""
-    if stream < 0:
-        if _current_device() != ~stream:
-            return _elsewhere(stream, copy, target, source, size)
-        stream = 0
+    """Enqueue a copy from one address of device memory to another. Both belong to the GPU of the stream."""
+    device = _device_of.get(stream, ~stream)
+    if device >= 0 and _current_device() != device:
+        return _on(device, copy, target, source, size, stream)
+    stream = max(stream, 0)
     code = _calls().copy(target, source, size, stream)
     if code:
         check(code, f"a copy of {size} bytes")
 
 
 def copy_to_host(target: int, source: int, size: int, stream: Stream) -> None:
-    """Enqueue a copy from device memory to pinned memory of the host."""
-    if stream < 0:
-        if _current_device() != ~stream:
-            return _elsewhere(stream, copy_to_host, target, source, size)
-        stream = 0
+    """Enqueue a copy from memory of the stream's GPU to pinned memory of the host."""
+    device = _device_of.get(stream, ~stream)
+    if device >= 0 and _current_device() != device:
+        return _on(device, copy_to_host, target, source, size, stream)
+    stream = max(stream, 0)
     code = _calls().copy_to_host(target, source, size, stream)
     if code:
         check(code, f"a copy of {size} bytes")
@@ -97,7 +103,7 @@ def copy_to_host(target: int, source: int, size: int, stream: Stream) -> None:
 def record(event: int, stream: Stream) -> None:
     if stream < 0:
         if _current_device() != ~stream:
-            return _elsewhere(stream, record, event)
+            return _on(~stream, record, event, stream)
         stream = 0
     code = _calls().record(event, stream)
     if code:
@@ -107,7 +113,7 @@ def record(event: int, stream: Stream) -> None:
 def wait(event: int, stream: Stream) -> None:
     if stream < 0:
         if _current_device() != ~stream:
-            return _elsewhere(stream, wait, event)
+            return _on(~stream, wait, event, stream)
         stream = 0
     code = _calls().wait(stream, event, 0)
     if code:
@@ -124,14 +130,19 @@ def is_over(event: int) -> bool:
     return True
 
 
-def _elsewhere(stream: Stream, operation: Callable[..., None], *arguments: int) -> None:
-    """Do an operation on the default stream of a device that is not the current one of this thread."""
-    with torch.cuda.device(~stream):
-        operation(*arguments, stream)
+def _on(device: int, operation: Callable[..., None], *arguments: int) -> None:
+    """Do an operation while a device is current that is not the current one of this thread.
+
+    A default stream needs that, and so do copies: the driver checks addresses against the current context, whatever the
+    stream's is.
+    """
+    with torch.cuda.device(device):
+        operation(*arguments)
 
 
 # The driver has one context for each GPU of a process, and streams belong to it.
 _handles: dict[Key, Stream] = {}
+_device_of: dict[Stream, int] = {}
 _streams: dict[Key, torch.cuda.Stream] = {}
 
 
@@ -160,7 +171,9 @@ def handle(key: Key) -> Stream:
     """A stream of torch as the calls above take it."""
     found = _handles.get(key)
     if found is None:
-        found = _handles[key] = int(_stream(key).cuda_stream) or ~key[1]
+        found = int(_stream(key).cuda_stream) or ~key[1]
+        _device_of[found] = key[1]
+        _handles[key] = found
     return found
 
 

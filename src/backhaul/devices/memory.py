@@ -71,6 +71,7 @@ class SharedMemory:
         The caller must close the descriptor. Raises `DriverError`.
         """
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._process = os.getpid()
         self.device = device
         step = granularity(device)
         self.size = -(-size // step) * step
@@ -132,6 +133,8 @@ class SharedMemory:
         return self._address.value
 
     def close(self) -> None:
+        if os.getpid() != self._process:  # the driver cannot be used in a forked child, and the memory is the parent's
+            return
         driver = library()
         size = ctypes.c_size_t(self.size)
         if self._mapped:

@@ -5,8 +5,9 @@ processes have, and a page of ordinary shared memory that says whether the segme
 as two descriptors: first the page, then the memory. `discipline` describes the order of the other steps.
 
 A receiver cannot always open a segment: it may not see the GPU (``CUDA_VISIBLE_DEVICES``, containers), or the driver
-may refuse. So the first segment on a device is passed on trial, without data, beside a message whose tensors go through
-host memory. The receiver opens it at once, and says in the page whether that worked. Data goes in segments only then.
+may refuse. So the first segment on a device is passed on trial: without data, beside the next message, whatever that
+is. The receiver opens it at once, and says in the page whether that worked. Until then, and if it did not, data goes
+through host memory.
 
 The page::
 
@@ -39,13 +40,13 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from backhaul.devices import driver
 from backhaul.devices.discipline import Incoming, Outgoing
-from backhaul.devices.driver import DriverError
+from backhaul.devices.driver import DriverError, NoMemory
 from backhaul.devices.memory import SharedMemory
 from backhaul.errors import BackhaulError, ProtocolError
 
@@ -73,6 +74,12 @@ def uuid_of(device: int) -> str:
 _here: weakref.WeakValueDictionary[bytes, _Segment] = weakref.WeakValueDictionary()
 """The segments that this process has made, by name: another worker of the process cannot open them, and uses these."""
 
+_ends: weakref.WeakSet[_Segment | _Opened] = weakref.WeakSet()
+"""The segments of this process, at their senders and at their receivers."""
+
+_inherited: list[_Segment | _Opened] = []
+"""In a forked child: the segments of the parent. They are never deleted, because the child must not call the driver."""
+
 
 def _new_page(size: int, handles: tuple[bytes, bytes], uuid: str, id: int, name: bytes) -> tuple[int, mmap.mmap]:
     """The page of a new segment: its descriptor, and its memory."""
@@ -94,25 +101,32 @@ class _Segment:
     def __init__(self, id: int, device: int, size: int) -> None:
         self.id = id
         self.device = device
-        self.memory = SharedMemory(device, size)
-        self.size = self.memory.size
         with torch.cuda.device(device):
+            # The events come first: torch makes the GPU's context current on this thread for them, which may be new.
             filled = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
             drained = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
             filled.record()
             drained.record()
             handles = filled.ipc_handle(), drained.ipc_handle()  # type: ignore[no-untyped-call]
+            self.memory = SharedMemory(device, size)
+        self.size = self.memory.size
         self.outgoing = Outgoing(driver, self.memory.address, filled.cuda_event, drained.cuda_event)
         self.used_at = 0.0
         self.events = filled, drained
         name = secrets.token_bytes(16)
         _here[name] = self
-        page, self.page = _new_page(self.size, handles, uuid_of(device), id, name)
+        self._start_page(handles, uuid_of(device), name)
         try:
-            self.descriptors: list[int] = [page, self.memory.export()]
+            self.descriptors.append(self.memory.export())
         except BaseException:
-            os.close(page)
+            self.forget()
             raise
+
+    def _start_page(self, handles: tuple[bytes, bytes], uuid: str, name: bytes) -> None:
+        descriptor, page = _new_page(self.size, handles, uuid, self.id, name)
+        self.page: mmap.mmap | bytearray = page
+        self.descriptors: list[int] = [descriptor]
+        _ends.add(self)
 
     @property
     def is_free(self) -> bool:
@@ -143,6 +157,11 @@ class _Segment:
             while True:
                 os.close(self.descriptors.pop())
 
+    def abandon(self) -> None:
+        """In a forked child: leave the segment to the parent."""
+        self.page = bytearray(self.page)
+        self.forget()
+
 
 class Placed:
     """Data in a segment, for a message that is not sent yet. If it is deleted before `leave`, the segment is freed."""
@@ -172,31 +191,44 @@ class DeviceLending:
     def __init__(self, limit: int, warn: Callable[[str], None], on_use: Callable[[], None] = lambda: None) -> None:
         """``limit``: the bytes of device memory that the segments may take.
 
-        ``warn`` is called with the reason if segments cannot be made, or not opened by the peer; then it is called once
-        for each device. ``on_use`` is called when there is a first segment, so that the caller arranges for `trim`.
+        ``warn`` is called with the reason if segments cannot be made, or not opened by the peer; the reason may be one
+        that it knows. ``on_use`` is called when there is a first segment, so that the caller arranges for `trim`.
         """
         self._on_use = on_use
         self._limit = limit
         self._warn = warn
+        self._process = os.getpid()
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._segments: list[_Segment] = []
         self._count = 0
         self._impossible = limit == 0
+        self._full_until = 0.0  # the time until which no segment is made, because a device had no memory for one
         self._trials: dict[int, _Segment] = {}  # by device: the first segment, until the peer has opened it
+        self.offers = False
+        """Whether a segment on trial was not passed yet: see `offer`."""
         self._opened: set[int] = set()  # devices whose segments the peer can open
         self._refused: set[int] = set()
 
     def offer(self) -> list[int]:
         """The descriptors of segments on trial, to pass along with any message; the caller must close them."""
-        if not self._trials:
+        if not self.offers:
             return []
         with self._lock:
+            self.offers = False
             trials = list(self._trials.values())
             passed = [descriptor for each in trials for descriptor in each.descriptors]
             for each in trials:
                 each.descriptors = []
         return passed
+
+    def takes(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether the peer can open segments on the GPUs of these tensors. The first call for a GPU starts a trial."""
+        with self._lock:
+            return all(
+                device in self._opened or self._is_opened(device)
+                for device in {tensor.get_device() for tensor in tensors if tensor.is_cuda}
+            )
 
     def place(self, memory: torch.Tensor, size: int) -> Placed | None:
         """Copy the first bytes of a tensor into a segment, on the current stream. None if no segment is available."""
@@ -229,27 +261,34 @@ class DeviceLending:
         """Whether the peer can open segments on a device. The first call starts the trial."""
         if self._impossible or device in self._refused:
             return False
-        trial = self._trials.get(device)
-        if trial is None:
-            trial = self._make(device, _SMALLEST)
-            if trial is not None:
-                trial.page[2] = 1
-                self._trials[device] = trial
-            return False
-        if not trial.trial:
-            return False
+        if device in self._trials:
+            self._settle(device)
+            return device in self._opened
+        trial = self._make(device, _SMALLEST)
+        if trial is not None:
+            trial.page[2] = 1
+            self._note_use()
+            self._trials[device] = trial
+            self.offers = True
+        return False
+
+    def _settle(self, device: int) -> None:
+        """End a trial if the peer has answered."""
+        trial = self._trials[device]
+        answer = trial.trial
+        if not answer:
+            return
         del self._trials[device]
-        if trial.trial != _OPENED:
-            self._refused.add(device)
-            trial.forget()
-            self._warn(
-                f"tensors on cuda:{device} go through host memory, because the other worker cannot open device memory "
-                f"of this one: {trial.reason()}"
-            )
-            return False
-        self._opened.add(device)
-        self._keep(trial)
-        return True
+        if answer == _OPENED:
+            self._opened.add(device)
+            self._keep(trial)
+            return
+        self._refused.add(device)
+        trial.forget()
+        self._warn(
+            f"tensors on cuda:{device} go through host memory, because another worker of this host cannot open device "
+            f"memory of this one: {trial.reason()}"
+        )
 
     def _take(self, device: int, size: int) -> _Segment | None:
         best: _Segment | None = None
@@ -270,8 +309,17 @@ class DeviceLending:
         self._make_room(capacity)
         if self._total() + capacity > self._limit or len(self._segments) >= _MOST:
             return None
+        if time.monotonic() < self._full_until:
+            return None
         try:
             segment = _Segment(self._count + 1, device, capacity)
+        except NoMemory as error:
+            # Torch may have all of it, for now. The segments that exist are still of use.
+            self._full_until = time.monotonic() + _LOOK_AGAIN
+            self._warn(
+                f"some tensors on GPUs go through host memory, because there is no memory for a segment: {error}"
+            )
+            return None
         except (DriverError, RuntimeError, OSError) as error:
             self._impossible = True
             self._warn(f"tensors on GPUs go through host memory, because device memory cannot be shared: {error}")
@@ -281,12 +329,15 @@ class DeviceLending:
 
     def _keep(self, segment: _Segment) -> None:
         segment.used_at = time.monotonic()
-        if not self._segments:
-            self._on_use()
+        self._note_use()
         self._segments.append(segment)
 
+    def _note_use(self) -> None:
+        if not self._segments and not self._trials:
+            self._on_use()
+
     def _total(self) -> int:
-        return sum(each.memory.size for each in self._segments)
+        return sum(each.memory.size for each in (*self._segments, *self._trials.values()))
 
     def _make_room(self, size: int) -> None:
         for segment in sorted(self._segments, key=lambda each: each.used_at):
@@ -298,8 +349,12 @@ class DeviceLending:
 
     def trim(self, now: float) -> float:
         """Free segments that were not used for a while. Returns the seconds until the next call is due, or infinity."""
-        soonest = math.inf
+        # To free device memory may take until the device has done its work. Threads that send must not wait for that.
+        dropped: list[_Segment] = []
         with self._lock:
+            for device in list(self._trials):
+                self._settle(device)
+            soonest = _IDLE_SECONDS if self._trials else math.inf
             for segment in list(self._segments):
                 left = segment.used_at + _IDLE_SECONDS - now
                 if left > 0 or not segment.is_free:
@@ -307,22 +362,29 @@ class DeviceLending:
                 else:
                     self._segments.remove(segment)
                     segment.forget()
+                    dropped.append(segment)
         return soonest
 
     def close(self) -> None:
-        with self._lock:
-            self._impossible = True
-            for segment in (*self._segments, *self._trials.values()):
-                segment.forget()
+        if os.getpid() != self._process:
+            # A forked child must not take the lock: a thread that exists only in the parent may hold it.
             self._segments = []
             self._trials = {}
+            return
+        with self._lock:
+            self._impossible = True
+            dropped = [*self._segments, *self._trials.values()]
+            self._segments = []
+            self._trials = {}
+        for segment in dropped:
+            segment.forget()
 
 
 class _Opened:
     """A segment, at its receiver."""
 
     def __init__(self, page: mmap.mmap, descriptor: int) -> None:
-        self.page = page
+        self.page: mmap.mmap | bytearray = page
         self._descriptor: int | None = descriptor
         self._incoming: Incoming | None = None
         self._keep: tuple[object, ...] = ()
@@ -330,20 +392,22 @@ class _Opened:
         self._device = 0  # set by _open
         fields = _FIELDS.unpack_from(page, _FIELDS_AT)
         _, self.size, self._filled, self._drained, self._uuid, self.id, self._name = fields
+        _ends.add(self)
 
     def drain(self, target: torch.Tensor, size: int) -> None:
         incoming = self._incoming
         if incoming is None:
             with self._lock:
                 incoming = self._open()
-        if target.is_cuda:
-            incoming.drain(target.data_ptr(), size, driver.current_stream(target.get_device()))
+        stream = driver.current_stream(self._device)
+        if target.is_cuda and target.get_device() == self._device:
+            incoming.drain(target.data_ptr(), size, stream)
             return
-        # The data is a gradient for a tensor that came from the CPU. Its sender computed it on a GPU, and does not know
-        # where the tensor came from.
-        through = torch.empty(size, dtype=torch.uint8, device=f"cuda:{self._device}")
-        incoming.drain(through.data_ptr(), size, driver.current_stream(self._device))
-        target.copy_(through)
+        # The data goes to another GPU; or to the CPU, if it is the gradient of a tensor that came from there. Only this
+        # GPU can access the segment, and an event can be recorded only on streams of its GPU.
+        through = _empty_on(self._device, size)
+        incoming.drain(through.data_ptr(), size, stream)
+        _bytes_of(target, size).copy_(through)
 
     def try_to_open(self) -> None:
         """Open a segment on trial, and tell the sender whether that worked."""
@@ -359,7 +423,11 @@ class _Opened:
             self.page[3] = _OPENED
 
     def _open(self) -> Incoming:
-        """Open the memory and the events. This is slow, so the thread that wants the first data does it."""
+        """Open the memory and the events.
+
+        This is slow, so the thread that wants the first data does it; a segment on trial is opened by the thread that
+        reads.
+        """
         if self._incoming is None:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is None:
@@ -373,10 +441,13 @@ class _Opened:
                 return self._incoming
             try:
                 device = _index_of(self._uuid.rstrip(b"\0").decode("ascii", "replace"))
-                memory = SharedMemory(device, self.size, descriptor)
                 here = torch.device("cuda", device)
-                filled = torch.cuda.Event.from_ipc_handle(here, self._filled)  # type: ignore[no-untyped-call]
-                drained = torch.cuda.Event.from_ipc_handle(here, self._drained)  # type: ignore[no-untyped-call]
+                with torch.cuda.device(here):
+                    # The events come first: torch makes the GPU's context current on this thread for them. The thread
+                    # reads messages, and may never have used a GPU.
+                    filled = torch.cuda.Event.from_ipc_handle(here, self._filled)  # type: ignore[no-untyped-call]
+                    drained = torch.cuda.Event.from_ipc_handle(here, self._drained)  # type: ignore[no-untyped-call]
+                    memory = SharedMemory(device, self.size, descriptor)
             except (DriverError, RuntimeError) as error:
                 raise BackhaulError(
                     f"a peer's device memory cannot be opened here: {error}. Give RpcOptions(device_pool_bytes=0) to "
@@ -389,9 +460,27 @@ class _Opened:
             self._incoming = _incoming(memory, filled, drained)
         return self._incoming
 
+    def abandon(self) -> None:
+        """In a forked child: leave the segment to the parent and its peer."""
+        self.page = bytearray(self.page)
+        self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
     def __del__(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        self._close()
+
+
+def _empty_on(device: int, size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+def _bytes_of(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """The first bytes of the storage of a tensor, as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), 0, (size,), (1,))
 
 
 def _incoming(memory: SharedMemory, filled: torch.cuda.Event, drained: torch.cuda.Event) -> Incoming:
@@ -483,3 +572,13 @@ def is_page(descriptor: int) -> bool:
             return page[_FIELDS_AT : _FIELDS_AT + len(MAGIC)] == MAGIC
     except (OSError, ValueError):
         return False
+
+
+def _after_fork_in_child() -> None:
+    """Leave the segments to the parent. Otherwise the child would give them up, and free those with data."""
+    _inherited[:] = _ends
+    for each in _inherited:
+        each.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -40,6 +41,8 @@ _NO_WAIT_FOR_DESCRIPTORS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _DESCRIPTOR_ROOM = socket.CMSG_SPACE((segments.MAX_PASSED + 2 * MAX_NEW) * array.array("i").itemsize)
 _MAX_PIECES = 512  # below IOV_MAX, which is 1024
+
+_making = threading.Lock()  # held while a channel gets its lending of device memory
 
 
 class StreamChannel(SlicedChannel):
@@ -78,12 +81,20 @@ class StreamChannel(SlicedChannel):
     def device_lending(self) -> DeviceLending | None:  # type: ignore[override]
         """The lending of device memory. It is made when a thread first sends a tensor on a GPU."""
         if self._device_lending is None and self._device_pool:
-            self._device_lending = self._budget.lend_device_memory(self._device_pool)
+            # Each lending numbers its segments, so there must be only one.
+            with _making:
+                if self._device_lending is None and self._device_pool:
+                    self._device_lending = self._budget.lend_device_memory(self._device_pool)
         return self._device_lending
 
     def write(self, frame: Frame) -> bool:
         pieces = frame.pieces
-        if len(pieces) > 1 or frame.size > MOST_SLICE or (frame.places and not self._leaves_alone(frame)):
+        if (
+            len(pieces) > 1
+            or frame.size > MOST_SLICE
+            or (self._device_lending is not None and self._device_lending.offers)
+            or (frame.places and not self._leaves_alone(frame))
+        ):
             return self._write_large(frame)
         self.sent += frame.size
         if self._buffer is not None:
@@ -241,6 +252,8 @@ class StreamChannel(SlicedChannel):
         self._device_pool = 0
         if self._device_lending is not None:
             self._device_lending.close()
+        if self._borrowing is not None:
+            self._borrowing.close()
         super().close()
 
 
@@ -273,7 +286,8 @@ class CheckedChannel(StreamChannel):
         self.next = records.next  # type: ignore[method-assign]
 
     def write(self, frame: Frame) -> bool:
-        if len(frame.pieces) > 1 or frame.places or frame.size > MOST_SLICE:
+        offers = self._device_lending is not None and self._device_lending.offers
+        if len(frame.pieces) > 1 or frame.places or frame.size > MOST_SLICE or offers:
             return self._write_large(frame)
         self.sent += frame.size
         self._unsent = self._seal([memoryview(frame.pieces[0])])

@@ -151,6 +151,7 @@ class Budget:
         self.warm = 0
         self.lendings: weakref.WeakSet[Lending] = weakref.WeakSet()
         self._device_lendings: weakref.WeakSet[DeviceLending] = weakref.WeakSet()
+        self._warnings: set[str] = set()
 
     def segments(self) -> list[_Segment]:
         """The segments of all channels. The caller holds the lock."""
@@ -171,10 +172,16 @@ class Budget:
 
     def lend_device_memory(self, limit: int) -> DeviceLending:
         """Segments of device memory for one end of a channel, of up to ``limit`` bytes. `trim` trims them too."""
-        lending = DeviceLending(limit, _log.warning, self.on_use)
+        lending = DeviceLending(limit, self._warn, self.on_use)
         with self.lock:
             self._device_lendings.add(lending)
         return lending
+
+    def _warn(self, text: str) -> None:
+        """Log a warning, but not again for the other channels."""
+        if text not in self._warnings:
+            self._warnings.add(text)
+            _log.warning("%s", text)
 
 
 class Lending:
@@ -393,6 +400,11 @@ class Borrowing:
 
     def forget(self, id: int) -> None:
         self._mappings.pop(id, None)
+
+    def close(self) -> None:
+        """Unmap the segments that are not in use. The others go with their tensors."""
+        self._mappings = {}
+        self._devices = DeviceBorrowing()
 
 
 def _map(descriptor: int) -> _Mapping:
