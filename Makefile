@@ -81,6 +81,10 @@ cuda: ## what needs a GPU: tests, random programs, torch's own CUDA tests, speed
 	PYTHONPATH=src BACKHAUL_PROGRAMS_DEVICE=mixed $(CUDA_PYTHON) tests/autograd/programs.py --processes 1900 2000
 	PYTHONPATH=src $(CUDA_PYTHON) conformance/cuda.py
 	PYTHONPATH=src $(CUDA_PYTHON) -m backhaul bench --cuda
+	@if command -v compute-sanitizer >/dev/null; then \
+		PYTHONPATH=src compute-sanitizer --target-processes all --error-exitcode 1 \
+			$(CUDA_PYTHON) -m pytest -q tests/cuda/test_cuda_calls.py tests/cuda/test_cuda_gradients.py; \
+	else echo "compute-sanitizer is not installed: no check of the accesses to device memory"; fi
 
 third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyPI, on Backhaul
 	$(OTHER)/bin/pytest -q third_party
