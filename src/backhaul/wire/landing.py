@@ -40,26 +40,36 @@ def pin() -> None:
     _pinning = True
 
 
-def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
-    """The only tensor of a message, from its table and the ``size`` bytes at an address; None if it is not plain.
+# `ctypes.memmove` lets other threads run, which may keep the interpreter for milliseconds: too long for a small tensor.
+_COPY = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 
-    This is a faster `Landing` for one small tensor. Raises ProtocolError.
+
+def land_plain(table: bytes, address: int, size: int) -> list[torch.Tensor] | None:
+    """The tensors of a message, from its table and the ``size`` bytes at an address; None if one is not plain.
+
+    This is a faster `Landing` for small tensors whose bytes are all there. Raises ProtocolError.
     """
     plain = headers.recognise(table, size)
     if plain is None or modes.are_on():
         return None
-    dtype, shape, requires_grad = plain
-    if dtype is torch.complex32:
-        use_up_warning(torch.complex32)
+    tensors: list[torch.Tensor] = []
     try:
-        # The shape is unpacked because torch takes twice as long to parse a tuple.
-        tensor = torch.empty(*shape or ((),), dtype=dtype, device=_CPU)
+        for _, dtype, flags, _, shape, _, _, _, nbytes in plain:
+            # The shape is unpacked because torch takes twice as long to parse a tuple.
+            tensor = torch.empty(*shape or ((),), dtype=dtype, device=_CPU)
+            _COPY(tensor.data_ptr(), address, nbytes)
+            address += nbytes
+            if flags:
+                if flags & headers.PARAMETER:
+                    tensor = Parameter(tensor, bool(flags & headers.GRAD))
+                else:
+                    tensor.requires_grad_(True)
+            tensors.append(tensor)
     except (RuntimeError, TypeError):
         return None  # the caller then makes a `Landing`, which reports the error
-    ctypes.memmove(tensor.data_ptr(), address, size)
-    if requires_grad:
-        tensor.requires_grad_(True)
-    return tensor
+    return tensors
 
 
 class Later(list[torch.Tensor]):

@@ -17,7 +17,7 @@ from backhaul.wire.frames import DEVICE_PLACE, HEADER
 from backhaul.wire.headers import split_places
 from backhaul.wire.landing import Landing, Missing
 
-START = 64 * 1024
+START_SIZE = 64 * 1024
 _DRAIN = 512 * 1024
 # Buffers beyond this are received in place rather than collected first.
 COLLECT_BELOW = 64 * 1024
@@ -47,7 +47,7 @@ class Payload:
         """See `decoder.Decoder`."""
         self._limit = max_message_bytes
         self._segments = segments
-        self._buffer = bytearray(START)
+        self._buffer = bytearray(START_SIZE)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self._start = 0  # first byte not yet consumed

@@ -117,7 +117,7 @@ class Codec:
             tree = [
                 trees.TUPLE,
                 packing.lower(function),
-                _lower_tuple(args, packing) if args else [trees.TUPLE],
+                _LOWER_TUPLE(args, packing) if args else [trees.TUPLE],
                 _lower_dict(kwargs, packing) if kwargs else {},
             ]
         except (Refusal, RecursionError):
@@ -258,10 +258,10 @@ def _lower_items(tag: int) -> Lower:
     return lower
 
 
-_lower_list = _lower_items(trees.LIST)
-_lower_tuple = _lower_items(trees.TUPLE)
-_lower_set_items = _lower_items(trees.SET)
-_lower_frozenset_items = _lower_items(trees.FROZEN_SET)
+_LOWER_LIST = _lower_items(trees.LIST)
+_LOWER_TUPLE = _lower_items(trees.TUPLE)
+_LOWER_SET = _lower_items(trees.SET)
+_LOWER_FROZEN_SET = _lower_items(trees.FROZEN_SET)
 
 
 def _count_keys(keys: Iterable[Any], bounds: Bounds) -> None:
@@ -277,13 +277,13 @@ def _count_keys(keys: Iterable[Any], bounds: Bounds) -> None:
 def _lower_set(value: set[Any], packing: Packing) -> Any:
     if packing.bounds is not None:
         _count_keys(value, packing.bounds)
-    return _lower_set_items(value, packing)
+    return _LOWER_SET(value, packing)
 
 
 def _lower_frozenset(value: frozenset[Any], packing: Packing) -> Any:
     if packing.bounds is not None:
         _count_keys(value, packing.bounds)
-    return _lower_frozenset_items(value, packing)
+    return _LOWER_FROZEN_SET(value, packing)
 
 
 def _lower_dict(value: dict[Any, Any], packing: Packing) -> Any:
@@ -423,8 +423,8 @@ def _lift_slice(tree: list[Any], unpacking: Unpacking) -> Any:
 
 
 _LOWER: dict[type, Lower] = {
-    list: _lower_list,
-    tuple: _lower_tuple,
+    list: _LOWER_LIST,
+    tuple: _LOWER_TUPLE,
     set: _lower_set,
     frozenset: _lower_frozenset,
     dict: _lower_dict,
