@@ -12,10 +12,10 @@ from recorded_exchange import head
 from tensor_trips import DTYPES, check, coo, filled, land
 
 from backhaul.errors import ProtocolError, UnsendableError
-from backhaul.wire import headers, tensors
+from backhaul.wire import headers, landing, tensors
 from backhaul.wire.decoder import Decoder
 from backhaul.wire.frames import encode
-from backhaul.wire.landing import Landing, land_plain
+from backhaul.wire.landing import Landing, LandingTogether, land_plain, landing_of
 from backhaul.wire.messages import Ping
 from backhaul.wire.tensors import INLINE, Packed, pack_small, pack_tensors
 
@@ -272,17 +272,60 @@ def test_a_message_with_several_tensors_takes_the_short_way(monkeypatch: pytest.
     for one, other in zip(envelope.tensors, sent, strict=True):
         assert type(one) is type(other)
         check_same(one, other)
-    with pytest.raises(AttributeError), torch.inference_mode():  # the general way, which turns this mode off
-        Decoder().receive_data(data)
 
 
-def test_several_tensors_that_come_byte_by_byte() -> None:
-    sent = [torch.ones(3), torch.nn.Parameter(torch.zeros(2, 2)), torch.arange(4)]
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("size", [3, INLINE // 8])
+def test_several_tensors_that_come_in_parts_are_collected(
+    monkeypatch: pytest.MonkeyPatch, inference: bool, size: int
+) -> None:
+    sent = [torch.ones(size, requires_grad=True), torch.nn.Parameter(torch.zeros(2, 2)), torch.arange(size)]
+    data = bytes(encode(Ping(1), [*sent]))
+    following = bytes(encode(Ping(2)))
     decoder = Decoder()
-    received = [each for byte in bytes(encode(Ping(1), sent)) for each in decoder.receive_data(bytes([byte]))]
+    monkeypatch.delattr(Landing, "parse")
+    with torch.inference_mode(inference):
+        received = [
+            each
+            for start in range(0, len(data), 1 if size == 3 else 5000)
+            for each in decoder.receive_data(data[start : start + (1 if size == 3 else 5000)])
+        ]
+        received += decoder.receive_data(following)
+    assert [each.message.id for each in received] == [1, 2]
     for one, other in zip(received[0].tensors, sent, strict=True):
         assert type(one) is type(other)
+        assert not one.is_inference()
         check_same(one, other)
+
+
+def test_too_many_bytes_are_not_collected() -> None:
+    small = [torch.zeros(INLINE, dtype=torch.uint8) for _ in range(4)]
+    assert type(landing_of_frame(small)) is LandingTogether
+    assert type(landing_of_frame([*small, torch.ones(1)])) is Landing
+    assert type(landing_of_frame([torch.ones(1), torch.zeros(INLINE + 1, dtype=torch.uint8)])) is Landing
+    assert type(landing_of_frame([base[:10], base[5:20]])) is Landing
+
+
+def landing_of_frame(sent: list[torch.Tensor]) -> object:
+    packed = pack_tensors(sent)
+    return landing_of(packed.table, sum(map(len, packed.buffers)))
+
+
+def test_no_memory_for_several_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*shape: int, **_: object) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    data = bytes(encode(Ping(1), [torch.ones(3), torch.ones(2)]))
+    decoder = Decoder()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", empty)
+        envelopes = [*decoder.receive_data(data[:50]), *decoder.receive_data(data[50:]), *decoder.receive_data(data)]
+    assert len(envelopes) == 2
+    for envelope in envelopes:
+        with pytest.raises(MemoryError, match="has no room at the receiver: no memory for tensors of 20 bytes"):
+            landing.land(envelope.tensors)
+    (envelope,) = decoder.receive_data(data)
+    assert envelope.tensors[0].tolist() == [1, 1, 1]
 
 
 def test_every_single_bit_flip_in_a_table_of_several_by_both_ways() -> None:
@@ -297,12 +340,12 @@ def test_every_single_bit_flip_in_a_table_of_several_by_both_ways() -> None:
         if got is None:
             continue
         taken += 1
-        landing = Landing.parse(table, len(data))
+        general = Landing.parse(table, len(data))
         start = 0
-        for index, size in enumerate(landing.sizes):
-            landing.put(index, data[start : start + size])
+        for index, size in enumerate(general.sizes):
+            general.put(index, data[start : start + size])
             start += size
-        for one, other in zip(got, landing.tensors(), strict=True):
+        for one, other in zip(got, general.tensors(), strict=True):
             assert type(one) is type(other)
             assert (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, other.requires_grad)
             assert bytes(one.untyped_storage()) == bytes(other.untyped_storage())

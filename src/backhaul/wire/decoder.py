@@ -41,9 +41,9 @@ from backhaul.wire.frames import (
     VERSION,
 )
 from backhaul.wire.headers import recognise_alone
-from backhaul.wire.landing import Landing, LandingOfOne, Later, Missing, land_plain
+from backhaul.wire.landing import COLLECT_BELOW, LandingOfOne, Later, Missing, land_plain, landing_of
 from backhaul.wire.messages import KIND_OF, KINDS, Call, Create, Failed, Failure, Inspect, Result
-from backhaul.wire.payload import COLLECT_BELOW, MIN_ROOM, START_SIZE, Payload, Segments
+from backhaul.wire.payload import MIN_ROOM, START_SIZE, Payload, Segments
 from backhaul.wire.plain import refuse_maps
 
 _KEEP = 1 << 20
@@ -349,7 +349,7 @@ class Decoder(Payload):
                 if self._size > self._limit:
                     self._miss(f"is over the limit of {self._limit} at the receiver (max_message_bytes)", payload)
             else:
-                self._landing = Landing.parse(headers, payload)
+                self._landing = landing_of(headers, payload)
             if self._bounded and self._landing.claimed > self._limit:
                 raise ProtocolError(
                     f"the tensors claim {self._landing.claimed} bytes more than are sent; the limit is {self._limit}"

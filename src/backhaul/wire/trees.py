@@ -122,15 +122,7 @@ class Packing(msgspec.Struct, eq=False):  # every message makes one, and a struc
 
     def add(self, tensor: torch.Tensor) -> int:
         """The index of a tensor among the tensors of the message. The same tensor always gets the same index."""
-        index = self._indices.get(id(tensor))
-        if index is None:
-            if forward_ad._current_level >= 0 and _unpack_dual(tensor).tangent is not None:
-                raise Refusal(
-                    "it has a tangent of forward-mode differentiation (make_dual), which would stay behind: send "
-                    "forward_ad.unpack_dual(tensor).primal, or compute without remote calls"
-                )
-            index = self._indices[id(tensor)] = len(self.tensors)
-            self.tensors.append(tensor)
+        index: int = lower_tensor(tensor, self)[1]
         return index
 
     def known(self, value: Any) -> Any:
@@ -212,6 +204,20 @@ class Packing(msgspec.Struct, eq=False):  # every message makes one, and a struc
         self.depth -= 1
 
 
+def lower_tensor(tensor: torch.Tensor, packing: Packing) -> list[Any]:
+    """The tree of a tensor, which becomes one of the tensors of the message, if it is not one of them yet."""
+    index = packing._indices.get(id(tensor))
+    if index is None:
+        if forward_ad._current_level >= 0 and _unpack_dual(tensor).tangent is not None:
+            raise Refusal(
+                "it has a tangent of forward-mode differentiation (make_dual), which would stay behind: send "
+                "forward_ad.unpack_dual(tensor).primal, or compute without remote calls"
+            )
+        index = packing._indices[id(tensor)] = len(packing.tensors)
+        packing.tensors.append(tensor)
+    return [TENSOR, index]
+
+
 class Unpacking(msgspec.Struct, eq=False):
     """The state of one unpack: the tensors of the message, and how to lift a part of its tree."""
 
@@ -258,8 +264,12 @@ class Unpacking(msgspec.Struct, eq=False):
             raise ProtocolError("a value is nested too deeply")
         if kind is list:
             tag = tree[0] if tree else None
-            if tag is TENSOR and len(tree) == 2:  # as its lifter does; most lists in a tree stand for a tensor
-                return self.tensor(tree[1])
+            if (
+                tag is TENSOR and len(tree) == 2
+            ):  # most lists in a tree stand for a tensor; others are left to its lifter
+                index, tensors = tree[1], self.tensors
+                if type(index) is int and 0 <= index < len(tensors):
+                    return tensors[index]
             lifter = self._lifters.get(tag) if type(tag) is int else None
             if lifter is None:
                 raise ProtocolError(f"a value with the tag {tag!r}")
