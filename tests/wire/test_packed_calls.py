@@ -133,6 +133,7 @@ def test_a_call_is_unpacked_as_any_other_tuple() -> None:
 
     shapes = [[TUPLE, *parts] for parts in itertools.product(FUNCTIONS, ARGS, KWARGS)]
     shapes += [[tag, FUNCTIONS[0], ARGS[1], {}] for tag in (LIST, True, float(TUPLE), TUPLE + 0.5, -TUPLE, None)]
+    shapes += [[tag, index] for tag in (TENSOR, float(TENSOR), LIST) for index in (0, 1, 2, -1, True, 0.0, None, [1])]
     shapes += [[TUPLE, FUNCTIONS[0], ARGS[1], {}, {}], [TUPLE, FUNCTIONS[0], ARGS[1]], [TUPLE, 1, 2, 3], [TUPLE]]
     values = 0
     for tree in shapes:

@@ -85,7 +85,7 @@ _START_OF_FIRST = bytes(12)
 _REMEMBERED = 1024
 _MAX_REMEMBERED_SIZE = 4096
 _made: dict[tuple[int, int, tuple[int, ...], int], bytes] = {}
-_seen: dict[bytes, tuple[int, Sequence[Header]]] = {}
+singles: dict[bytes, tuple[int, Sequence[Small]]] = {}  # with the bytes that follow the table: see `recognise`
 _alone: dict[bytes, Alone] = {}
 _parsed: dict[bytes, tuple[int, Table]] = {}
 _MAX_PARSED_BYTES = 1 << 18  # the most bytes of tables in `_parsed`; a parsed table takes up to 40 times its bytes
@@ -106,6 +106,10 @@ class Header(NamedTuple):
     nbytes: int  # of its span
 
 
+Small = tuple[torch.dtype, Sequence[int], int, int]
+"""What a receiver needs to know about a plain tensor: dtype, shape, flags, bytes."""
+
+
 class Table(NamedTuple):
     """The contents of a table that was checked."""
 
@@ -113,7 +117,9 @@ class Table(NamedTuple):
     sizes: Sequence[int]  # of the buffers
     owners: Sequence[Header | None]  # for each buffer: the only tensor in it, if that fills it; else None
     claimed: int = 0  # bytes that the shapes represent beyond the memory of the tensors: see `claim`
-    plain: bool = False  # whether each tensor is for the CPU, contiguous, and the only one in the buffer of its index
+    plain: Sequence[Small] | None = (
+        None  # if each is for the CPU, contiguous, and the only one in the buffer of its index
+    )
 
 
 class Alone(NamedTuple):
@@ -229,27 +235,28 @@ def split_places(table: bytes) -> tuple[bytes, Sequence[int], int]:
     return table[:end], places, sum(size for size, place in zip(sizes, places, strict=True) if place)
 
 
-def recognise(table: bytes, payload: int) -> Sequence[Header] | None:
-    """The headers of a message if all of its tensors are plain (`Table.plain`), from a cache if possible; else None.
+def recognise(table: bytes, payload: int) -> Sequence[Small] | None:
+    """The tensors of a message if all of them are plain (`Table.plain`), from a cache if possible; else None.
 
     None also for invalid tables: the caller then calls `parse`, which reports the error. Raises ProtocolError for the
     unknown dtype of an only tensor.
     """
-    known = _seen.get(table)
-    if known is None:
-        if table[0] != 1:  # the lowest byte of the number of tensors
-            try:
-                found = parse(table, payload)
-            except ProtocolError:
-                return None
-            return found.headers if found.plain else None
-        only = parse_single(table)
-        if only is None:
+    known = singles.get(table)
+    if known is not None:
+        return known[1] if known[0] == payload else None
+    if table[0] != 1:  # the lowest byte of the number of tensors
+        try:
+            return parse(table, payload).plain
+        except ProtocolError:
             return None
-        if len(_seen) >= _REMEMBERED:
-            _seen.clear()
-        known = _seen[table] = only.nbytes, (only,)
-    return known[1] if known[0] == payload else None
+    only = parse_single(table)
+    if only is None:
+        return None
+    if len(singles) >= _REMEMBERED:
+        singles.clear()
+    nbytes = only[-1]
+    singles[table] = nbytes, (only,)
+    return (only,) if nbytes == payload else None
 
 
 def recognise_alone(table: bytes) -> Alone | None:
@@ -264,7 +271,7 @@ def recognise_alone(table: bytes) -> Alone | None:
     return found
 
 
-def parse_single(table: bytes | memoryview) -> Header | None:
+def parse_single(table: bytes | memoryview) -> Small | None:
     """The only tensor of a message if it is contiguous, for the CPU and not a Parameter.
 
     Nearly every message with tensors is like that. None for any other table, and for an invalid one. Raises
@@ -273,7 +280,7 @@ def parse_single(table: bytes | memoryview) -> Header | None:
     found = parse_alone(table)
     if found is None or found.device != CPU or found.dtype is torch.complex32:
         return None
-    return Header(STRIDED, found.dtype, GRAD if found.requires_grad else 0, CPU, found.shape, None, 0, 0, found.nbytes)
+    return found.dtype, found.shape, GRAD if found.requires_grad else 0, found.nbytes
 
 
 def parse_alone(table: bytes | memoryview) -> Alone | None:
@@ -326,7 +333,9 @@ def _parse(table: bytes | memoryview, payload: int) -> Table:
     if unused:
         raise ProtocolError(f"no tensor uses the buffers {sorted(unused)!r:.200}")
     owners = _owners(headers, sizes)
-    plain = len(headers) == buffers and all(map(_is_plain, headers, range(buffers), owners))
+    plain = None
+    if len(headers) == buffers and all(map(_is_plain, headers, range(buffers), owners)):
+        plain = [(header.dtype, header.sizes, header.flags, header.nbytes) for header in headers]
     return Table(headers, sizes, owners, sum(map(_claim, headers)), plain)
 
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from backhaul.compat import use_up_warning
 from backhaul.errors import BackhaulError, ProtocolError
 from backhaul.wire import headers, modes, spans
-from backhaul.wire.headers import Header
+from backhaul.wire.headers import Header, singles
 from backhaul.wire.tensors import view_of
 
 COLLECT_BELOW = 64 * 1024  # buffers beyond this are received in place rather than collected first
@@ -53,7 +53,8 @@ def land_plain(table: bytes, address: int, size: int) -> list[torch.Tensor] | No
 
     This is a faster `Landing` for small tensors whose bytes are all there. Raises ProtocolError.
     """
-    plain = headers.recognise(table, size)
+    known = singles.get(table)
+    plain = known[1] if known is not None and known[0] == size else headers.recognise(table, size)
     if plain is None or modes.are_on():
         return None
     try:
@@ -62,10 +63,10 @@ def land_plain(table: bytes, address: int, size: int) -> list[torch.Tensor] | No
         return None  # the caller then makes a `Landing`, which reports the error
 
 
-def _copies(plain: Sequence[Header], address: int) -> list[torch.Tensor]:
+def _copies(plain: Sequence[headers.Small], address: int) -> list[torch.Tensor]:
     """Plain tensors whose bytes follow each other from an address on."""
     tensors: list[torch.Tensor] = []
-    for _, dtype, flags, _, shape, _, _, _, nbytes in plain:
+    for dtype, shape, flags, nbytes in plain:
         # The shape is unpacked because torch takes twice as long to parse a tuple.
         tensor = torch.empty(*shape or ((),), dtype=dtype, device=_CPU)
         _COPY(tensor.data_ptr(), address, nbytes)
@@ -87,7 +88,7 @@ class LandingTogether:
 
     __slots__ = ("_plain", "_tensors", "claimed", "collects", "sizes")
 
-    def __init__(self, plain: Sequence[Header], size: int) -> None:
+    def __init__(self, plain: Sequence[headers.Small], size: int) -> None:
         self.sizes = (size,)
         self.collects = size
         self.claimed = 0
@@ -117,7 +118,7 @@ def landing_of(table: bytes, payload: int) -> Landing | LandingTogether:
     """The landing for a table that `payload` bytes of buffers follow. Raises ProtocolError if the table is invalid."""
     if payload <= _MOST_TOGETHER:
         plain = headers.recognise(table, payload)
-        if plain is not None and max(each.nbytes for each in plain) <= COLLECT_BELOW:
+        if plain is not None and max(nbytes for *_, nbytes in plain) <= COLLECT_BELOW:
             return LandingTogether(plain, payload)
     return Landing.parse(table, payload)
 

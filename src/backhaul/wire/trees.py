@@ -257,12 +257,10 @@ class Unpacking(msgspec.Struct, eq=False):
     def lift(self, tree: Any) -> Any:
         """The value of a part of the tree."""
         kind = type(tree)
-        if kind in _NATIVE:
-            return tree
-        depth = self.depth
-        if depth <= 0:
-            raise ProtocolError("a value is nested too deeply")
         if kind is list:
+            depth = self.depth
+            if depth <= 0:
+                raise ProtocolError("a value is nested too deeply")
             tag = tree[0] if tree else None
             if (
                 tag is TENSOR and len(tree) == 2
@@ -275,15 +273,20 @@ class Unpacking(msgspec.Struct, eq=False):
                 raise ProtocolError(f"a value with the tag {tag!r}")
             self.depth = depth - 1
             value = lifter(tree, self)
-        elif kind is dict:
-            if not tree:
-                return tree
-            self.depth = depth - 1
-            value = self._lift_map(tree)
-        else:
+            self.depth = depth
+            return value
+        if kind in _NATIVE:
+            return tree
+        if self.depth <= 0:
+            raise ProtocolError("a value is nested too deeply")
+        if kind is not dict:
             raise ProtocolError(f"a {kind.__name__} in a value")
-        self.depth = depth
-        return value
+        if not tree:
+            return tree
+        self.depth -= 1
+        lifted = self._lift_map(tree)
+        self.depth += 1
+        return lifted
 
     def lift_parts(self, tree: list[Any], start: int) -> list[Any]:
         """The values of all parts from `start` on."""

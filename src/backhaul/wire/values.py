@@ -102,7 +102,9 @@ class Codec:
         bounds = Bounds(self._max_bytes) if self._bounded else None
         packing = Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth, bounds)
         try:
-            return packing.lower(value), packing
+            kind = type(value)
+            lowerer = self._lowerers.get(kind) or self._resolve(kind)
+            return lowerer(value, packing), packing
         except Refusal as refusal:
             raise UnsendableError(_explain(value, refusal, labels)) from refusal.__cause__
         except RecursionError as error:
@@ -114,9 +116,11 @@ class Codec:
         # One level less: these three are parts of the tuple.
         packing = Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth - 1, bounds)
         try:
+            kind = type(function)
+            lowerer = self._lowerers.get(kind) or self._resolve(kind)
             tree = [
                 trees.TUPLE,
-                packing.lower(function),
+                lowerer(function, packing),
                 _LOWER_TUPLE(args, packing) if args else [trees.TUPLE],
                 _lower_dict(kwargs, packing) if kwargs else {},
             ]
@@ -139,10 +143,13 @@ class Codec:
         """
         # Two levels more than for packing: a value without parts, which the packer does not count, may still be one or
         # two arrays in the tree.
+        shape = len(tree) if type(tree) is list else 0
+        if shape == 2 and tree[0] is trees.TENSOR and type(tree[1]) is int and 0 <= tree[1] < len(tensors):
+            return tensors[tree[1]]  # as `Unpacking.lift` does; most replies are one tensor
         bounds = Bounds(self._max_bytes) if self._bounded else None
         unpacking = Unpacking(self._lifters, tensors, names or self._names, self._max_depth + 2, bounds, announced)
         try:
-            if type(tree) is list and len(tree) == 4 and tree[0] is trees.TUPLE:
+            if shape == 4 and tree[0] is trees.TUPLE:
                 return _lift_three(tree, unpacking)
             return unpacking.lift(tree)
         except BackhaulError:
@@ -342,19 +349,22 @@ def _lift_three(tree: list[Any], unpacking: Unpacking) -> Any:
         type(function) is not list
         or len(function) != 2
         or function[0] is not trees.NAMED
+        or type(function[1]) is not str
         or type(args) is not list
         or not args
         or args[0] is not trees.TUPLE
         or type(kwargs) is not dict
     ):
         return unpacking.lift(tree)
-    found = unpacking.find(function[1])
+    found = unpacking.names.find(function[1])
     if not callable(found):
         malformed("a function or class", function[1])
     unpacking.depth -= 2
     items = tuple(unpacking.lift_parts(args, 1))
-    unpacking.depth += 1
-    return found, items, unpacking.lift(kwargs) if kwargs else kwargs
+    if kwargs:
+        unpacking.depth += 1
+        kwargs = unpacking.lift(kwargs)
+    return found, items, kwargs
 
 
 def _lift_set(tree: list[Any], unpacking: Unpacking) -> Any:
