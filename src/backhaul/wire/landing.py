@@ -43,7 +43,7 @@ def pin() -> None:
 
 
 # `ctypes.memmove` lets other threads run, which may keep the interpreter for milliseconds: too long for a small tensor.
-_COPY = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+_COPY = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
 
