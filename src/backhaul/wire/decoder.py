@@ -70,6 +70,7 @@ _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.i
 _DECODE = {lead: _decoders[KIND_OF[message]].decode for message, lead in LEADS.items()}
 _LEAD = MAGIC + bytes((VERSION,))
 _DECODE_PLACED = {kind | PLACED: decoder.decode for kind, decoder in _decoders.items()}
+_HEADER_SIZE = HEADER.size
 _MOST_PLAIN = 1 << 20  # a larger frame is not read by `_next_plain`
 _PLACE = struct.Struct("<I")
 
@@ -208,7 +209,7 @@ class Decoder(Payload):
         start = self._start
         view = self._view
         lead, metadata, table, payload = START.unpack_from(view, start)
-        body = start + HEADER.size
+        body = start + _HEADER_SIZE
         data = body + metadata
         payload_start = data + table
         end = payload_start + payload
@@ -231,7 +232,7 @@ class Decoder(Payload):
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the metadata is not a valid {KINDS[lead[3]].__name__}: {error}") from None
         self._start = end
-        self._wanted = HEADER.size
+        self._wanted = _HEADER_SIZE
         return Envelope(message, landed, "", end - start)
 
     def _next_on_device(self, kind: int, body: int, data: int, end: int, payload: int) -> Envelope | None:

@@ -293,8 +293,13 @@ class Unpacking(msgspec.Struct, eq=False):
         parts = tree[start:]
         if len(parts) > SHORT and _NATIVE.issuperset(map(type, parts)):
             return parts
+        tensors = self.tensors
+        count = len(tensors) if self.depth > 0 else 0  # `lift` refuses a tensor that is nested too deeply
         for place, part in enumerate(parts):
-            if type(part) not in _NATIVE:
+            kind = type(part)
+            if kind is list and len(part) == 2 and part[0] is TENSOR and type(part[1]) is int and 0 <= part[1] < count:
+                parts[place] = tensors[part[1]]  # as its lifter does; most lists in a tree stand for a tensor
+            elif kind not in _NATIVE:
                 parts[place] = self.lift(part)
         return parts
 

@@ -145,7 +145,7 @@ class Codec:
         # two arrays in the tree.
         shape = len(tree) if type(tree) is list else 0
         if shape == 2 and tree[0] is trees.TENSOR and type(tree[1]) is int and 0 <= tree[1] < len(tensors):
-            return tensors[tree[1]]  # as `Unpacking.lift` does; most replies are one tensor
+            return tensors[tree[1]]  # as its lifter does; most replies are one tensor
         bounds = Bounds(self._max_bytes) if self._bounded else None
         unpacking = Unpacking(self._lifters, tensors, names or self._names, self._max_depth + 2, bounds, announced)
         try:
