@@ -33,7 +33,7 @@ from backhaul.security.tls import first_record
 from backhaul.transport.segments import Borrowing
 from backhaul.wire import headers, spans
 from backhaul.wire.decoder import Decoder, Envelope
-from backhaul.wire.landing import Landing, Later, land_small
+from backhaul.wire.landing import Landing, Later, land_plain
 from backhaul.wire.messages import Coded
 from backhaul.wire.values import Codec
 
@@ -320,9 +320,9 @@ def tensors(data: bytes) -> None:
         if way & 2:
             buffer = bytearray(payload)
             address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() if buffer else 0
-            found = land_small(table, address, len(payload))
-            if found is not None:
-                examine(found)
+            if table:
+                for tensor in land_plain(table, address, len(payload)) or ():
+                    examine(tensor)
             return
         landing = Landing.parse(table, len(payload))
         start = 0

@@ -184,8 +184,8 @@ ALLOWED = {
     """,
     "It is a cache on which no result depends, or it never changes.": """
         autograd.functions:_LiftNode seeing.guest:_codec transport.segments:_libc wire.callables:_hints
-        wire.decoder:_decoders wire.headers:_alone wire.headers:_made wire.headers:_seen wire.headers:_parsed
-        wire.headers:_parsed_bytes wire.lanes:_decoders wire.shards:_meshes
+        wire.decoder:_decoders wire.headers:_alone wire.headers:_made wire.headers:singles wire.headers:_parsed
+        wire.headers:_parsed_bytes wire.lanes:_decoders wire.shards:_meshes wire.tensors:_tables
     """,
     "It belongs to each worker, by worker: the Worker is below and does not know this layer.": """
         profiler.session:_sessions profiler.session:_lock

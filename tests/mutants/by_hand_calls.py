@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from mutant import Mutant
 
+_CALL_TREES = ("tests/wire/test_packed_calls.py",)
+_PLAIN_TENSORS = ("tests/wire/test_small_tensors.py",)
+
 CALLS = (
     Mutant(
         "agent/translation.py",
@@ -420,5 +423,54 @@ CALLS = (
         "        self._close_passed()\n        ids = []",
         "        ids = []",
         ("tests/transport/test_segments.py",),
+    ),
+    Mutant(
+        "wire/values.py",
+        "the arguments of a call may be nested more deeply",
+        "    unpacking.depth -= 2\n",
+        "",
+        _CALL_TREES,
+    ),
+    Mutant(
+        "wire/values.py",
+        "the tag of a call's arguments may be a bool",
+        "or args[0] is not trees.TUPLE",
+        "or args[0] != trees.TUPLE",
+        _CALL_TREES,
+    ),
+    Mutant(
+        "wire/values.py",
+        "an index of a tensor may be a bool",
+        "tree[0] is trees.TENSOR and type(tree[1]) is int and",
+        "tree[0] is trees.TENSOR and isinstance(tree[1], int) and",
+        _CALL_TREES,
+    ),
+    Mutant(
+        "wire/tensors.py",
+        "tensors that share memory are sent as if they did not",
+        "if not nbytes or storage._cdata in storages:",
+        "if not nbytes:",
+        _PLAIN_TENSORS,
+    ),
+    Mutant(
+        "wire/headers.py",
+        "tensors that share a buffer are taken to be plain",
+        "        owner is header\n        and ",
+        "        ",
+        _PLAIN_TENSORS,
+    ),
+    Mutant(
+        "wire/landing.py",
+        "tensors are made in the modes of the reading thread",
+        "if plain is None or modes.are_on():",
+        "if plain is None:",
+        _PLAIN_TENSORS,
+    ),
+    Mutant(
+        "wire/landing.py",
+        "a Parameter among several tensors arrives as a tensor",
+        "                tensor = Parameter(tensor, bool(flags & headers.GRAD))\n",
+        "                pass\n",
+        _PLAIN_TENSORS,
     ),
 )

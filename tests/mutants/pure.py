@@ -34,11 +34,15 @@ MODULES: dict[str, tuple[str, ...]] = {
     "security/keys.py": ("tests/security/test_keys.py",),
     "trust/penalties.py": ("tests/security/test_penalties.py",),
     "trust/permissions.py": ("tests/security/test_exposure.py", "tests/security/test_permissions.py"),
-    "wire/decoder.py": _of_wire("decoder", "bad_frames", "placed_frames", "device_frames", "slices_apart"),
+    "wire/decoder.py": _of_wire(
+        "decoder", "bad_frames", "placed_frames", "device_frames", "slices_apart", "small_tensors"
+    ),
     "wire/frames.py": _of_wire(
         "frames", "bad_frames", "placed_frames", "staged_frames", "small_tensors", "tensors", "tensor_tables", "filling"
     ),
-    "wire/payload.py": _of_wire("decoder", "bad_frames", "placed_frames", "device_frames", "slices_apart", "lanes"),
+    "wire/payload.py": _of_wire(
+        "decoder", "bad_frames", "placed_frames", "device_frames", "slices_apart", "lanes", "small_tensors"
+    ),
     "wire/lanes.py": _of_wire("lanes", "slices_apart"),
     "wire/plain.py": ("tests/wire/test_plain.py",),
     "wire/records.py": ("tests/wire/test_records.py",),

@@ -15,7 +15,7 @@ from recorded_exchange import EXCHANGE, FRAMES, SMALL, STREAM, check_all, check_
 
 from backhaul.errors import ProtocolError
 from backhaul.ids import RefId, ShareId
-from backhaul.wire import payload
+from backhaul.wire import landing
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import HEADER, LONGEST_TRACE, MAGIC, SLICE, VERSION, encode, with_trace
 from backhaul.wire.messages import (
@@ -216,7 +216,7 @@ def test_receiving_in_place_stops_at_the_end_of_its_buffer() -> None:
 
 @pytest.mark.parametrize("around", [-1, 0, 1])
 def test_tensors_near_the_threshold_of_receiving_in_place(around: int) -> None:
-    tensor = torch.arange(payload.COLLECT_BELOW + around).to(torch.uint8)
+    tensor = torch.arange(landing.COLLECT_BELOW + around).to(torch.uint8)
     sent = [(Ping(1), [tensor, torch.ones(5), tensor.clone()]), (Ping(2), ())]
     data = b"".join(bytes(encode(*each)) for each in sent)
     for step in (777, 40_000, len(data)):

@@ -88,15 +88,15 @@ class StreamChannel(SlicedChannel):
         return self._device_lending
 
     def write(self, frame: Frame) -> bool:
-        pieces = frame.pieces
+        pieces, size = frame.pieces, frame.size
         if (
-            len(pieces) > 1
-            or frame.size > MOST_SLICE
+            size > MOST_SLICE
+            or len(pieces) > 1
             or (self._device_lending is not None and self._device_lending.offers)
             or (frame.places and not self._leaves_alone(frame))
         ):
             return self._write_large(frame)
-        self.sent += frame.size
+        self.sent += size
         if self._buffer is not None:
             self._buffer.note_small()
         try:
@@ -105,7 +105,7 @@ class StreamChannel(SlicedChannel):
             sent = 0
         except OSError as error:
             raise closed(error) from error
-        if sent == frame.size:
+        if sent == size:
             return True
         self._unsent = [memoryview(pieces[0])[sent:]]
         return self.flush()
@@ -216,11 +216,12 @@ class StreamChannel(SlicedChannel):
         try:
             if timeout != 0 and not self._readable.wait(timeout):
                 return False
+            sink = self._sink
             if self._borrowing is None:
-                count = self._socket.recv_into(self._sink.writable(), 0, NO_WAIT)
+                count = self._socket.recv_into(sink.writable(), 0, NO_WAIT)
             else:
                 count, beside, flags, _ = self._socket.recvmsg_into(
-                    (self._sink.writable(),), _DESCRIPTOR_ROOM, _NO_WAIT_FOR_DESCRIPTORS
+                    (sink.writable(),), _DESCRIPTOR_ROOM, _NO_WAIT_FOR_DESCRIPTORS
                 )
                 if beside or flags & _TRUNCATED:
                     self._borrow(self._borrowing, beside, flags)
@@ -231,7 +232,7 @@ class StreamChannel(SlicedChannel):
         if not count:
             raise self._ended()
         self.received += count
-        self._sink.wrote(count)
+        sink.wrote(count)
         return True
 
     def _borrow(self, borrowing: Borrowing, beside: Sequence[tuple[int, int, bytes]], flags: int) -> None:

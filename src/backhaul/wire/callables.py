@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _CACHED = 4096
 
 # id -> the name that led to the object of that id. It is only a hint, so it keeps no object alive. A stale hint does no
 # harm: a name is used only if it leads to the same object at that moment.
-_hints: dict[int, tuple[str, str, tuple[str, ...]]] = {}
+_hints: dict[int, tuple[str, str, Callable[[Any], Any]]] = {}
 
 
 def name_of(obj: Any) -> str:
@@ -37,16 +38,17 @@ def name_of(obj: Any) -> str:
     """
     hint = _hints.get(id(obj))
     if hint is not None:
-        name, module, parts = hint
-        found: Any = sys.modules.get(module)
-        for part in parts:
-            found = getattr(found, part, None)
-        if found is obj:
-            return name
+        name, module, get = hint
+        try:
+            if get(sys.modules.get(module)) is obj:
+                return name
+        except AttributeError:
+            pass  # it has moved: look for it below
     name = _name_of(obj)
     if len(_hints) >= _CACHED:
         _hints.clear()
-    _hints[id(obj)] = (name, *_split(name))
+    module, _, get, _ = _split(name)
+    _hints[id(obj)] = name, module, get
     return name
 
 
@@ -55,11 +57,22 @@ def find(name: str) -> Any:
 
     Raises MisuseError if the module or the attribute is not here. Thread-safe.
     """
-    module_name, parts = _split(name)
-    found: Any = sys.modules.get(module_name)
+    module_name, parts, get, is_special = _split(name)
+    module = sys.modules.get(module_name)
     # Another thread may be importing the module at this moment. Until that ends, some of its names are missing.
-    if found is None or getattr(getattr(found, "__spec__", None), "_initializing", False):
-        found = _import(module_name, name)
+    if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
+        module = _import(module_name, name)
+    try:
+        found = get(module)
+    except Exception:
+        found = _follow(module, parts, name)
+    if is_special and not callable(found):
+        raise MisuseError(f"{name!r} does not name something that can be called")
+    return found
+
+
+def _follow(found: Any, parts: tuple[str, ...], name: str) -> Any:
+    """The same as one look along all parts, but the error says which part is missing."""
     for part in parts:
         try:
             found = getattr(found, part)
@@ -68,14 +81,15 @@ def find(name: str) -> Any:
                 f"there is no {name!r} on this worker: {found!r} has no attribute {part!r}. The RPC pickler does "
                 "not serialize code: define it at module level, in a module that is the same on both workers"
             ) from error
-    if parts[-1].startswith("__") and not callable(found):
-        raise MisuseError(f"{name!r} does not name something that can be called")
     return found
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def _split(name: str) -> tuple[str, tuple[str, ...]]:
-    """The module and the path of a name. Raises MisuseError if it is not safe to follow."""
+def _split(name: str) -> tuple[str, tuple[str, ...], Callable[[Any], Any], bool]:
+    """The module and the path of a name, what follows the path, and whether it leads to ``__such_a_name``.
+
+    Raises MisuseError if the name is not safe to follow.
+    """
     module, colon, qualname = name.partition(":")
     parts = tuple(qualname.split("."))
     if (
@@ -86,7 +100,7 @@ def _split(name: str) -> tuple[str, tuple[str, ...]]:
         or any(part.startswith("__") for part in parts[:-1])
     ):
         raise MisuseError(f"{name[:MAX_NAME]!r} is not the name of a function or class: 'module:qualname'")
-    return module, parts
+    return module, parts, operator.attrgetter(qualname), parts[-1].startswith("__")
 
 
 def _import(module: str, name: str) -> types.ModuleType:

@@ -27,11 +27,23 @@ import msgspec
 import torch
 
 from backhaul.errors import ProtocolError
-from backhaul.wire.frames import DEVICE_PLACE, HEADER, LONGEST_TRACE, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
+from backhaul.wire.frames import (
+    DEVICE_PLACE,
+    HEADER,
+    LEADS,
+    LONGEST_TRACE,
+    MAGIC,
+    MAX_TABLE,
+    PLACED,
+    SLICE,
+    START,
+    TRACED,
+    VERSION,
+)
 from backhaul.wire.headers import recognise_alone
-from backhaul.wire.landing import Landing, LandingOfOne, Later, Missing, land_small
+from backhaul.wire.landing import COLLECT_BELOW, LandingOfOne, Later, Missing, land_plain, landing_of
 from backhaul.wire.messages import KIND_OF, KINDS, Call, Create, Failed, Failure, Inspect, Result
-from backhaul.wire.payload import COLLECT_BELOW, MIN_ROOM, START, Payload, Segments
+from backhaul.wire.payload import MIN_ROOM, START_SIZE, Payload, Segments
 from backhaul.wire.plain import refuse_maps
 
 _KEEP = 1 << 20
@@ -54,11 +66,12 @@ _OVER = "is over the limit of {} at the receiver; option max_message_bytes sets 
 # Decoders of msgspec have no state, so all connections share them.
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
-# The header as `_next_plain` reads it: the bytes that all frames begin with as one field, then the other fields.
-_HEADER = struct.Struct("<3sBIIQ")
+# The first bytes of the frames that `_next_plain` reads, and what decodes their metadata.
+_DECODE = {lead: _decoders[KIND_OF[message]].decode for message, lead in LEADS.items()}
 _LEAD = MAGIC + bytes((VERSION,))
-_DECODE = {kind: decoder.decode for kind, decoder in _decoders.items()}
-_DECODE_PLACED = {kind | PLACED: decode for kind, decode in _DECODE.items()}
+_DECODE_PLACED = {kind | PLACED: decoder.decode for kind, decoder in _decoders.items()}
+_HEADER_SIZE = HEADER.size
+_MOST_PLAIN = 1 << 20  # a larger frame is not read by `_next_plain`
 _PLACE = struct.Struct("<I")
 
 
@@ -109,9 +122,10 @@ class Decoder(Payload):
         super().__init__(max_message_bytes, segments, drains=drains, check_room=check_room)
         self._bounded = bounded
         self._head_limit = max_message_bytes if max_head_bytes is None else max_head_bytes
+        self._plain_limit = min(max_message_bytes, self._head_limit, _MOST_PLAIN)
         self._message: Any = None  # of the frame whose payload is arriving
         self._trace = ""  # the tracer's mark of that frame
-        self._tensor: torch.Tensor | None = None  # its only tensor, if it was read together with the head
+        self._tensors: list[torch.Tensor] | None = None  # its tensors, if they were read together with the head
         self._sliced = sliced
         self._apart = apart
         self._announced = False  # whether the last header announced a slice on another connection
@@ -129,7 +143,8 @@ class Decoder(Payload):
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._buffer) > _KEEP and self._wanted <= _KEEP:
-                self._replace(bytearray(START))
+                self._replace(bytearray(START_SIZE))
+            return self._view
         if len(self._buffer) - self._end < MIN_ROOM:
             self._make_room()
         return self._view[self._end :]
@@ -177,9 +192,7 @@ class Decoder(Payload):
                     return None
             if self._landing is None:
                 message, self._message = self._message, None
-                if self._tensor is None:
-                    return Envelope(message, [], self._trace, self._size)
-                tensors, self._tensor = [self._tensor], None
+                tensors, self._tensors = self._tensors or [], None
                 return Envelope(message, tensors, self._trace, self._size)
         if not self._read_payload(self._landing):
             return None
@@ -189,40 +202,38 @@ class Decoder(Payload):
         return Envelope(message, tensors, self._trace, self._size)
 
     def _next_plain(self) -> Envelope | None:
-        """A message that has arrived completely and has no tensor or one small tensor. Most messages are like this.
+        """A message that has arrived completely and whose tensors, if any, are plain. Most messages are like this.
 
         None for any other message, and for most invalid ones: the general path then reads it and reports the error.
         """
         start = self._start
         view = self._view
-        lead, kind, metadata, table, payload = _HEADER.unpack_from(view, start)
-        body = start + _HEADER.size
+        lead, metadata, table, payload = START.unpack_from(view, start)
+        body = start + _HEADER_SIZE
         data = body + metadata
         payload_start = data + table
         end = payload_start + payload
-        decode = _DECODE.get(kind)
-        if decode is None and kind in _DECODE_PLACED:
-            return self._next_on_device(kind, body, data, payload_start, payload)
-        if end > self._end or lead != _LEAD or decode is None or payload > COLLECT_BELOW or end - start > self._limit:
-            return None
-        if payload_start - start > self._head_limit:
+        decode = _DECODE.get(lead)
+        if decode is None:
+            kind = lead[3]
+            return self._next_on_device(kind, body, data, payload_start, payload) if kind in _DECODE_PLACED else None
+        if end > self._end or end - start > self._plain_limit:
             return None
         if table:
-            tensor = land_small(bytes(view[data:payload_start]), self._address + payload_start, payload)
-            if tensor is None:
+            landed = land_plain(bytes(view[data:payload_start]), self._address + payload_start, payload)
+            if landed is None:
                 return None
-            tensors = [tensor]
         elif payload:
             return None
         else:
-            tensors = []
+            landed = []
         try:
             message = decode(view[body:data])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"the metadata is not a valid {KINDS[kind].__name__}: {error}") from None
+            raise ProtocolError(f"the metadata is not a valid {KINDS[lead[3]].__name__}: {error}") from None
         self._start = end
-        self._wanted = HEADER.size
-        return Envelope(message, tensors, "", end - start)
+        self._wanted = _HEADER_SIZE
+        return Envelope(message, landed, "", end - start)
 
     def _next_on_device(self, kind: int, body: int, data: int, end: int, payload: int) -> Envelope | None:
         """Like `_next_plain`, for a message with one plain tensor in a segment of device memory.
@@ -329,9 +340,8 @@ class Decoder(Payload):
             headers = bytes(self._view[body + metadata : start + size])
             if not placed and size + payload <= available and payload <= COLLECT_BELOW:
                 # The whole payload has arrived.
-                tensor = land_small(headers, self._address + start + size, payload)
-                if tensor is not None:
-                    self._tensor = tensor
+                self._tensors = land_plain(headers, self._address + start + size, payload)
+                if self._tensors is not None:
                     self._start = start + size + payload
                     self._wanted = HEADER.size
                     return True
@@ -340,7 +350,7 @@ class Decoder(Payload):
                 if self._size > self._limit:
                     self._miss(f"is over the limit of {self._limit} at the receiver (max_message_bytes)", payload)
             else:
-                self._landing = Landing.parse(headers, payload)
+                self._landing = landing_of(headers, payload)
             if self._bounded and self._landing.claimed > self._limit:
                 raise ProtocolError(
                     f"the tensors claim {self._landing.claimed} bytes more than are sent; the limit is {self._limit}"

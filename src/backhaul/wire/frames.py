@@ -48,6 +48,8 @@ from backhaul.wire.tensors import Packed, Staging, pack_small, pack_staged, pack
 
 MAGIC = b"BH"
 HEADER = struct.Struct("<2sBBIIQ")
+START = struct.Struct("<4sIIQ")
+"""The same header, with the bytes up to the kind of the message as one field: see `LEADS`."""
 PLACED = 0x80
 """The bit of the kind that says that some buffers are in segments."""
 TRACED = 0x40
@@ -67,7 +69,10 @@ _JOIN_BELOW = 128 * 1024
 
 _FAILURE = KIND_OF[Failure]
 
-_encoder = msgspec.msgpack.Encoder()
+LEADS = {message: MAGIC + bytes((VERSION, kind)) for message, kind in KIND_OF.items()}
+"""The first four bytes of the frame of each message, unless its kind has further bits."""
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
@@ -99,29 +104,33 @@ def encode(message: Any, tensors: Sequence[torch.Tensor] = (), staging: Staging 
 
     Large tensors are not copied, so they must not change before the frame is written. Raises UnsendableError.
     """
-    kind = KIND_OF[type(message)]
-    metadata = _encoder.encode(message)
+    metadata = _encode(message)
     size = len(metadata)
     if size > MAX_METADATA:
         raise UnsendableError(
             f"the values of this message take {size} bytes without its tensors, more than {MAX_METADATA}; "
             "send large data as tensors or in several calls"
         )
+    lead = LEADS[type(message)]
     if not tensors:
-        head = HEADER.pack(MAGIC, VERSION, kind, size, 0, 0) + metadata
-        return Frame([head], len(head))
+        whole = START.pack(lead, size, 0, 0) + metadata
+        return Frame([whole], len(whole))
     if staging is not None:
-        return _staged(kind, metadata, pack_staged(tensors, staging))
-    if len(tensors) == 1 and (small := _small(tensors[0])) is not None:
-        table, data = small
-        total = HEADER.size + size + len(data)
-        head = HEADER.pack(MAGIC, VERSION, kind, size, table, len(data) - table)
-        return Frame([b"".join((head, metadata, data))], total)
+        return _staged(lead[3], metadata, pack_staged(tensors, staging))
+    if len(tensors) == 1:
+        try:
+            small = pack_small(tensors[0])
+        except (RuntimeError, TypeError) as error:
+            raise UnsendableError(f"torch gives no access to the memory of a tensor: {error}") from error
+        if small is not None:
+            table, data = small
+            whole = b"".join((START.pack(lead, size, len(table), len(data)), metadata, table, data))
+            return Frame([whole], len(whole))
     packed = pack_tensors(tensors)
     if len(packed.table) > MAX_TABLE:
         raise UnsendableError("this message has too many tensors; send them in several calls, or stacked")
     payload = sum(map(len, packed.buffers))
-    head = HEADER.pack(MAGIC, VERSION, kind, size, len(packed.table), payload) + metadata + packed.table
+    head = START.pack(lead, size, len(packed.table), payload) + metadata + packed.table
     total = len(head) + payload
     if total <= _JOIN_BELOW:
         return Frame([b"".join((head, *packed.buffers))], total)
@@ -147,13 +156,6 @@ def _staged(kind: int, metadata: bytes, packed: Packed) -> Frame:
 def _filling(packed: Packed, payload: int) -> Filling:
     starts = list(accumulate(map(len, packed.buffers), initial=0))
     return Filling([(starts[index], copying) for index, copying in packed.copies], payload)
-
-
-def _small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
-    try:
-        return pack_small(tensor)
-    except (RuntimeError, TypeError) as error:
-        raise UnsendableError(f"torch gives no access to the memory of a tensor: {error}") from error
 
 
 def place(frame: Frame, segments: Sequence[int]) -> Frame:

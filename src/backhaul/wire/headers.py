@@ -84,8 +84,8 @@ _START_OF_FIRST = bytes(12)
 # depends on these caches, so all workers of a process share them.
 _REMEMBERED = 1024
 _MAX_REMEMBERED_SIZE = 4096
-_made: dict[tuple[int, int, tuple[int, ...], int] | tuple[Plain, ...], bytes] = {}
-_seen: dict[bytes, tuple[int, tuple[torch.dtype, Sequence[int], bool]]] = {}
+_made: dict[tuple[int, int, tuple[int, ...], int], bytes] = {}
+singles: dict[bytes, tuple[int, Sequence[Small]]] = {}  # with the bytes that follow the table: see `recognise`
 _alone: dict[bytes, Alone] = {}
 _parsed: dict[bytes, tuple[int, Table]] = {}
 _MAX_PARSED_BYTES = 1 << 18  # the most bytes of tables in `_parsed`; a parsed table takes up to 40 times its bytes
@@ -106,6 +106,10 @@ class Header(NamedTuple):
     nbytes: int  # of its span
 
 
+Small = tuple[torch.dtype, Sequence[int], int, int]
+"""What a receiver needs to know about a plain tensor: dtype, shape, flags, bytes."""
+
+
 class Table(NamedTuple):
     """The contents of a table that was checked."""
 
@@ -113,6 +117,9 @@ class Table(NamedTuple):
     sizes: Sequence[int]  # of the buffers
     owners: Sequence[Header | None]  # for each buffer: the only tensor in it, if that fills it; else None
     claimed: int = 0  # bytes that the shapes represent beyond the memory of the tensors: see `claim`
+    plain: Sequence[Small] | None = (
+        None  # if each is for the CPU, contiguous, and the only one in the buffer of its index
+    )
 
 
 class Alone(NamedTuple):
@@ -158,22 +165,15 @@ def encode_single(code: int, flags: int, shape: tuple[int, ...], nbytes: int, de
     return table
 
 
-def encode_plain(tensors: tuple[Plain, ...]) -> bytes:
-    """The table of a message with several plain tensors, each in its own buffer."""
-    table = _made.get(tensors)
-    if table is None:
-        sizes = [each.nbytes for each in tensors]
-        entries = []
-        for index, (code, flags, shape, _) in enumerate(tensors):
-            entries.append(_ENTRY.pack(STRIDED, code, flags, CPU, len(shape), index, 0))
-            entries.append(_words(len(shape)).pack(*shape))
-        counts = _COUNTS.pack(len(tensors), len(tensors))
-        table = b"".join((counts, struct.pack(f"<{len(sizes)}Q", *sizes), *entries))
-        if len(table) <= _MAX_REMEMBERED_SIZE:
-            if len(_made) >= _REMEMBERED:
-                _made.clear()
-            _made[tensors] = table
-    return table
+def encode_plain(tensors: Sequence[Plain]) -> bytes:
+    """The table of a message with plain tensors, each in its own buffer."""
+    sizes = [each.nbytes for each in tensors]
+    entries = []
+    for index, (code, flags, shape, _) in enumerate(tensors):
+        entries.append(_ENTRY.pack(STRIDED, code, flags, CPU, len(shape), index, 0))
+        entries.append(_words(len(shape)).pack(*shape))
+    counts = _COUNTS.pack(len(tensors), len(tensors))
+    return b"".join((counts, struct.pack(f"<{len(sizes)}Q", *sizes), *entries))
 
 
 def encode(count: int, headers: Iterable[Header], sizes: Sequence[int]) -> bytes:
@@ -235,17 +235,28 @@ def split_places(table: bytes) -> tuple[bytes, Sequence[int], int]:
     return table[:end], places, sum(size for size, place in zip(sizes, places, strict=True) if place)
 
 
-def recognise(table: bytes, payload: int) -> tuple[torch.dtype, Sequence[int], bool] | None:
-    """The result of `parse_single`, from a cache if possible. Raises ProtocolError."""
-    known = _seen.get(table)
-    if known is not None and known[0] == payload:
-        return known[1]
-    found = parse_single(table, payload)
-    if found is not None:
-        if len(_seen) >= _REMEMBERED:
-            _seen.clear()
-        _seen[table] = payload, found
-    return found
+def recognise(table: bytes, payload: int) -> Sequence[Small] | None:
+    """The tensors of a message if all of them are plain (`Table.plain`), from a cache if possible; else None.
+
+    None also for invalid tables: the caller then calls `parse`, which reports the error. Raises ProtocolError for the
+    unknown dtype of an only tensor.
+    """
+    known = singles.get(table)
+    if known is not None:
+        return known[1] if known[0] == payload else None
+    if table[0] != 1:  # the lowest byte of the number of tensors
+        try:
+            return parse(table, payload).plain
+        except ProtocolError:
+            return None
+    only = parse_single(table)
+    if only is None:
+        return None
+    if len(singles) >= _REMEMBERED:
+        singles.clear()
+    nbytes = only[-1]
+    singles[table] = nbytes, (only,)
+    return (only,) if nbytes == payload else None
 
 
 def recognise_alone(table: bytes) -> Alone | None:
@@ -260,17 +271,16 @@ def recognise_alone(table: bytes) -> Alone | None:
     return found
 
 
-def parse_single(table: bytes | memoryview, payload: int) -> tuple[torch.dtype, Sequence[int], bool] | None:
-    """The dtype and shape of the only tensor of a message if it is contiguous and for the CPU, and whether it requires
-    grad.
+def parse_single(table: bytes | memoryview) -> Small | None:
+    """The only tensor of a message if it is contiguous, for the CPU and not a Parameter.
 
-    Nearly every message with tensors is like that. None for any other table, and for an invalid one: the caller then
-    calls `parse`, which reports the error. Raises ProtocolError for an unknown dtype.
+    Nearly every message with tensors is like that. None for any other table, and for an invalid one. Raises
+    ProtocolError for an unknown dtype.
     """
     found = parse_alone(table)
-    if found is None or found.device != CPU or found.nbytes != payload:
+    if found is None or found.device != CPU or found.dtype is torch.complex32:
         return None
-    return found.dtype, found.shape, found.requires_grad
+    return found.dtype, found.shape, GRAD if found.requires_grad else 0, found.nbytes
 
 
 def parse_alone(table: bytes | memoryview) -> Alone | None:
@@ -322,7 +332,22 @@ def _parse(table: bytes | memoryview, payload: int) -> Table:
     unused = set(range(buffers)).difference(header.buffer for header in headers)
     if unused:
         raise ProtocolError(f"no tensor uses the buffers {sorted(unused)!r:.200}")
-    return Table(headers, sizes, _owners(headers, sizes), sum(map(_claim, headers)))
+    owners = _owners(headers, sizes)
+    plain = None
+    if len(headers) == buffers and all(map(_is_plain, headers, range(buffers), owners)):
+        plain = [(header.dtype, header.sizes, header.flags, header.nbytes) for header in headers]
+    return Table(headers, sizes, owners, sum(map(_claim, headers)), plain)
+
+
+def _is_plain(header: Header, index: int, owner: Header | None) -> bool:
+    return (
+        owner is header
+        and header.buffer == index
+        and header.strides is None
+        and header.device == CPU
+        and not header.flags & ~(GRAD | PARAMETER)
+        and header.dtype is not torch.complex32  # torch warns about it: see `compat.use_up_warning`
+    )
 
 
 def _claim(header: Header) -> int:

@@ -19,9 +19,11 @@ from torch.nn import Parameter
 from backhaul.compat import use_up_warning
 from backhaul.errors import BackhaulError, ProtocolError
 from backhaul.wire import headers, modes, spans
-from backhaul.wire.headers import Header
+from backhaul.wire.headers import Header, singles
 from backhaul.wire.tensors import view_of
 
+COLLECT_BELOW = 64 * 1024  # buffers beyond this are received in place rather than collected first
+_MOST_TOGETHER = 256 * 1024  # more bytes than this are not collected, even if they are those of small tensors
 _HUGE = 4 * 1024 * 1024  # fresh memory from this size on asks for huge pages
 _MOST_PINNED = 256 * 1024 * 1024  # larger buffers for GPUs are received in ordinary memory
 _MADV_HUGEPAGE = 14
@@ -40,26 +42,85 @@ def pin() -> None:
     _pinning = True
 
 
-def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
-    """The only tensor of a message, from its table and the ``size`` bytes at an address; None if it is not plain.
+# `ctypes.memmove` lets other threads run, which may keep the interpreter for milliseconds: too long for a small tensor.
+_COPY = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 
-    This is a faster `Landing` for one small tensor. Raises ProtocolError.
+
+def land_plain(table: bytes, address: int, size: int) -> list[torch.Tensor] | None:
+    """The tensors of a message, from its table and the ``size`` bytes at an address; None if one is not plain.
+
+    This is a faster `Landing` for small tensors whose bytes are all there. Raises ProtocolError.
     """
-    plain = headers.recognise(table, size)
+    known = singles.get(table)
+    plain = known[1] if known is not None and known[0] == size else headers.recognise(table, size)
     if plain is None or modes.are_on():
         return None
-    dtype, shape, requires_grad = plain
-    if dtype is torch.complex32:
-        use_up_warning(torch.complex32)
     try:
-        # The shape is unpacked because torch takes twice as long to parse a tuple.
-        tensor = torch.empty(*shape or ((),), dtype=dtype, device=_CPU)
+        return _copies(plain, address)
     except (RuntimeError, TypeError):
         return None  # the caller then makes a `Landing`, which reports the error
-    ctypes.memmove(tensor.data_ptr(), address, size)
-    if requires_grad:
-        tensor.requires_grad_(True)
-    return tensor
+
+
+def _copies(plain: Sequence[headers.Small], address: int) -> list[torch.Tensor]:
+    """Plain tensors whose bytes follow each other from an address on."""
+    tensors: list[torch.Tensor] = []
+    for dtype, shape, flags, nbytes in plain:
+        # The shape is unpacked because torch takes twice as long to parse a tuple.
+        tensor = torch.empty(*shape or ((),), dtype=dtype, device=_CPU)
+        _COPY(tensor.data_ptr(), address, nbytes)
+        address += nbytes
+        if flags:
+            if flags & headers.PARAMETER:
+                tensor = Parameter(tensor, bool(flags & headers.GRAD))
+            else:
+                tensor.requires_grad_(True)
+        tensors.append(tensor)
+    return tensors
+
+
+class LandingTogether:
+    """A faster `Landing` for several small plain tensors that have not arrived yet.
+
+    Their bytes are collected and copied at once, so they count as one buffer.
+    """
+
+    __slots__ = ("_plain", "_tensors", "claimed", "collects", "sizes")
+
+    def __init__(self, plain: Sequence[headers.Small], size: int) -> None:
+        self.sizes = (size,)
+        self.collects = size
+        self.claimed = 0
+        self._plain = plain
+        self._tensors: list[torch.Tensor] = []
+
+    def copy(self, index: int, address: int) -> None:
+        """As in `Landing`. Raises MemoryError."""
+        try:
+            if modes.are_on():
+                with modes.off():
+                    self._tensors = _copies(self._plain, address)
+            else:
+                self._tensors = _copies(self._plain, address)
+        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:
+            raise MemoryError(f"no memory for tensors of {self.sizes[0]} bytes: {error}") from error
+
+    def place(self, index: int) -> memoryview:
+        raise NotImplementedError  # all bytes are collected
+
+    def tensors(self) -> list[torch.Tensor]:
+        """As in `Landing`."""
+        return self._tensors
+
+
+def landing_of(table: bytes, payload: int) -> Landing | LandingTogether:
+    """The landing for a table that `payload` bytes of buffers follow. Raises ProtocolError if the table is invalid."""
+    if payload <= _MOST_TOGETHER:
+        plain = headers.recognise(table, payload)
+        if plain is not None and max(nbytes for *_, nbytes in plain) <= COLLECT_BELOW:
+            return LandingTogether(plain, payload)
+    return Landing.parse(table, payload)
 
 
 class Later(list[torch.Tensor]):
@@ -136,6 +197,9 @@ class Landing:
 
     `put`, `copy` and `place` allocate the memory, buffer by buffer. Not thread-safe.
     """
+
+    collects = COLLECT_BELOW
+    """The bytes of a buffer are collected if it has at most this many, and then copied at once."""
 
     __slots__ = ("_alone", "_headers", "_leases", "_memory", "_owners", "_pinned", "_target", "claimed", "sizes")
 

@@ -59,12 +59,12 @@ def _name(obj: Any, packing: Packing) -> str:
 
 def _lower_named(value: Any, packing: Packing) -> Any:
     try:
-        return [trees.NAMED, _name(value, packing)]
-    except Refusal:
+        return [trees.NAMED, packing.names.name_of(value)]
+    except UnsendableError as error:
         # tensor.add and the like: a builtin function that is bound to an object
         owner = getattr(value, "__self__", None)
         if owner is None or isinstance(owner, (type, types.ModuleType)):
-            raise
+            raise Refusal(str(error)) from error
     return _lower_method(value, packing)
 
 

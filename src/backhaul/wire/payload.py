@@ -15,12 +15,10 @@ from typing import Any, Protocol
 from backhaul.errors import ProtocolError
 from backhaul.wire.frames import DEVICE_PLACE, HEADER
 from backhaul.wire.headers import split_places
-from backhaul.wire.landing import Landing, Missing
+from backhaul.wire.landing import Landing, LandingTogether, Missing
 
-START = 64 * 1024
+START_SIZE = 64 * 1024
 _DRAIN = 512 * 1024
-# Buffers beyond this are received in place rather than collected first.
-COLLECT_BELOW = 64 * 1024
 MIN_ROOM = 16 * 1024
 _LARGE = 64 << 20  # for a buffer of this size or more, check first that there is room for it
 
@@ -47,14 +45,14 @@ class Payload:
         """See `decoder.Decoder`."""
         self._limit = max_message_bytes
         self._segments = segments
-        self._buffer = bytearray(START)
+        self._buffer = bytearray(START_SIZE)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self._start = 0  # first byte not yet consumed
         self._end = 0  # first byte not yet received
         self._wanted = HEADER.size  # bytes from _start that the next step needs
         self._size = 0  # of the frame whose payload is arriving
-        self._landing: Landing | Missing | None = None
+        self._landing: Landing | LandingTogether | Missing | None = None
         self._drains = drains
         self._check_room = check_room
         self._skip = 0  # bytes of a payload that are still to be dropped
@@ -85,7 +83,7 @@ class Payload:
 
     # The payload.
 
-    def _read_payload(self, landing: Landing | Missing) -> bool:
+    def _read_payload(self, landing: Landing | LandingTogether | Missing) -> bool:
         """Move the arrived bytes to their buffers; True when all buffers are full."""
         if self._place is not None:
             return False
@@ -102,7 +100,7 @@ class Payload:
             self._miss(f"has no room at the receiver: {error}", sum(rest))
             return self._read_nothing()
 
-    def _fill(self, landing: Landing) -> bool:
+    def _fill(self, landing: Landing | LandingTogether) -> bool:
         sizes = landing.sizes
         while self._index < len(sizes):
             if self._places and self._places[self._index]:
@@ -115,7 +113,7 @@ class Payload:
             if available >= size:
                 landing.copy(self._index, self._address + self._start)
                 self._start += size
-            elif size <= COLLECT_BELOW:
+            elif size <= landing.collects:
                 self._wanted = size
                 return False
             else:

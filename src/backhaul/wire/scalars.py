@@ -120,10 +120,6 @@ def _bound(nbytes: int, unpacking: Unpacking) -> None:
         raise ProtocolError(f"a value represents more than {unpacking.bounds.max_bytes} bytes")
 
 
-def _lower_tensor(value: torch.Tensor, packing: Packing) -> Any:
-    return [trees.TENSOR, packing.add(value)]
-
-
 def _lift_tensor(tree: list[Any], unpacking: Unpacking) -> torch.Tensor:
     check_arity(tree, 1)
     return unpacking.tensor(tree[1])
@@ -263,8 +259,8 @@ LOWER: dict[type, Lower] = {
     complex: _lower_complex,
     type(...): _lower_ellipsis,
     range: _lower_range,
-    torch.Tensor: _lower_tensor,
-    torch.nn.Parameter: _lower_tensor,
+    torch.Tensor: trees.lower_tensor,
+    torch.nn.Parameter: trees.lower_tensor,
     torch.device: _lower_device,
     torch.Size: _lower_size,
     torch.dtype: _lower_constant(trees.DTYPE),

@@ -7,6 +7,7 @@ memory to send.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,19 @@ from backhaul.wire.filling import Copying
 from backhaul.wire.headers import Header
 
 INLINE = 64 * 1024  # buffers up to this size are copied into bytes when packing
+
+_PLAIN_KINDS = frozenset({torch.Tensor, Parameter})
+_STRIDED = torch.strided
+# A slice of it gives the bytes at an address sooner than `ctypes.string_at`, which calls a Python function.
+_Memory: Any = ctypes.c_char * INLINE
+
+# What decides about the entry of a plain tensor in a table: class, dtype, shape, whether it requires grad, and its conj
+# and neg bits.
+_Look = tuple[type, torch.dtype, tuple[int, ...], bool, bool, bool]
+# The tables of messages with such tensors. No result depends on this cache, so all workers of a process share it.
+_tables: dict[tuple[_Look, ...], bytes] = {}
+_REMEMBERED = 1024
+_MAX_REMEMBERED_SIZE = 4096
 
 _ABOUT_MAPS = (
     '. Or give RpcOptions(device_maps="same"). In torch\'s words: TensorPipe RPC backend only supports CPU tensors by '
@@ -62,26 +76,49 @@ def view_of(tensor: torch.Tensor, nbytes: int) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def pack_small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
-    """The size of the table of a message with this one tensor, and the table followed by the tensor's bytes.
+def pack_small(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
+    """The table of a message with this one tensor, and the tensor's bytes.
 
     None if the tensor is not small and plain. This is a faster `pack_tensors` for the most common case. Raises
     UnsendableError if the storage of the tensor was freed or shrunk.
     """
     kind = type(tensor)
-    code = headers.DTYPE_CODES.get(tensor.dtype)
-    if (kind is not torch.Tensor and kind is not Parameter) or code is None or not tensor.is_cpu:
-        return None
-    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.is_contiguous():
+    if (
+        kind not in _PLAIN_KINDS
+        or not tensor.is_cpu
+        or tensor.layout is not _STRIDED
+        or tensor.is_nested
+        or not tensor.is_contiguous()
+    ):
         return None
     nbytes = tensor.nbytes
     if not 0 < nbytes <= INLINE:
         return None
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != nbytes:  # if they are equal, the tensor is all of its storage
+    if tensor.untyped_storage().nbytes() != nbytes:  # if they are equal, the tensor is all of its storage
         _check_storage(tensor, nbytes)
-    table = headers.encode_single(code, _flags(tensor), tensor.shape, nbytes)
-    return len(table), table + ctypes.string_at(tensor.data_ptr(), nbytes)
+    look = kind, tensor.dtype, tensor.shape, tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+    table = _tables.get((look,)) or _table((look,))
+    if table is None:
+        return None
+    return table, _Memory.from_address(tensor.data_ptr())[:nbytes]
+
+
+def _table(looks: tuple[_Look, ...]) -> bytes | None:
+    """The table of a message with these plain tensors; None if one has a dtype that cannot travel."""
+    plain: list[headers.Plain] = []
+    for kind, dtype, shape, requires_grad, conj, neg in looks:
+        code = headers.DTYPE_CODES.get(dtype)
+        if code is None:
+            return None
+        flags = (headers.GRAD if requires_grad else 0) | (headers.PARAMETER if kind is Parameter else 0)
+        flags |= (headers.CONJ if conj else 0) | (headers.NEG if neg else 0)
+        plain.append(headers.Plain(code, flags, shape, math.prod(shape) * dtype.itemsize))
+    table = headers.encode_plain(plain)
+    if len(table) <= _MAX_REMEMBERED_SIZE:
+        if len(_tables) >= _REMEMBERED:
+            _tables.clear()
+        _tables[looks] = table
+    return table
 
 
 def pack_staged(tensors: Sequence[torch.Tensor], staging: Staging) -> Packed:
@@ -132,29 +169,36 @@ def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
 
 def _pack_plain(tensors: Sequence[torch.Tensor]) -> Packed | None:
     """Like `_pack`, if all tensors are contiguous, on the CPU, and share no storage with each other; else None."""
-    plain: list[headers.Plain] = []
+    looks: list[_Look] = []
     storages: set[int] = set()
-    packed = Packed(b"", [], [], [], [], [])
+    buffers: list[bytes | memoryview] = []
+    keep: list[Any] = []
     for tensor in tensors:
         kind = type(tensor)
-        code = headers.DTYPE_CODES.get(tensor.dtype)
         if (
-            (kind is not torch.Tensor and kind is not Parameter)
-            or code is None
-            or tensor.layout is not torch.strided
+            kind not in _PLAIN_KINDS
             or not tensor.is_cpu
+            or tensor.layout is not _STRIDED
             or tensor.is_nested
             or not tensor.is_contiguous()
         ):
             return None
         nbytes = tensor.nbytes
-        storage = tensor.untyped_storage()._cdata
-        if not nbytes or storage in storages:
+        storage = tensor.untyped_storage()
+        if not nbytes or storage._cdata in storages:
             return None
-        storages.add(storage)
-        plain.append(headers.Plain(code, _flags(tensor), tensor.shape, nbytes))
-        _add_buffer(packed, tensor, nbytes)
-    return packed._replace(table=headers.encode_plain(tuple(plain)))
+        storages.add(storage._cdata)
+        if storage.nbytes() != nbytes:
+            _check_storage(tensor, nbytes)
+        looks.append((kind, tensor.dtype, tensor.shape, tensor.requires_grad, tensor.is_conj(), tensor.is_neg()))
+        if nbytes <= INLINE:
+            buffers.append(_Memory.from_address(tensor.data_ptr())[:nbytes])
+        else:
+            buffers.append(view_of(tensor, nbytes))
+            keep.append(tensor)
+    key = tuple(looks)
+    table = _tables.get(key) or _table(key)
+    return None if table is None else Packed(table, buffers, keep, [], [], [])
 
 
 def _flags(tensor: torch.Tensor) -> int:

@@ -7,9 +7,10 @@ stands for; the tensors of a message travel beside its tree and are named by ind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
+import msgspec
 import torch
 from torch.autograd import forward_ad
 
@@ -102,58 +103,26 @@ Lower = Callable[[Any, "Packing"], Any]
 Lift = Callable[[list[Any], "Unpacking"], Any]
 
 
-class Packing:
+class Packing(msgspec.Struct, eq=False):  # every message makes one, and a struct is made without Python code
     """The state of one pack: the tensors seen so far, and how to lower a part of the value."""
 
-    __slots__ = (
-        "_indices",
-        "_lower_unknown",
-        "_lowerers",
-        "_noted",
-        "_resolve",
-        "_subclasses",
-        "attached",
-        "bounds",
-        "depth",
-        "names",
-        "tensors",
-        "unrecorded",
-    )
-
-    def __init__(
-        self,
-        lowerers: dict[type, Lower],
-        resolve: Callable[[type], Lower],
-        lower_unknown: Callable[[Any, Packing, str], Any],
-        names: Names,
-        depth: int,
-        bounds: Bounds | None,
-    ) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.attached: list[Any] = []  # the objects that extensions send with the message: see `attach`
-        self.names = names
-        self.bounds = bounds
-        self.depth = depth  # how many levels may still be entered
-        self._indices: dict[int, int] = {}
-        self._noted: set[Hashable] = set()
-        self._subclasses: dict[int, tuple[Any, Any]] | None = None
-        self.unrecorded: str | None = None
-        """The class name of a tensor that requires grad but travels without its history; None if there is none."""
-        self._lowerers = lowerers
-        self._resolve = resolve
-        self._lower_unknown = lower_unknown
+    _lowerers: dict[type, Lower]
+    _resolve: Callable[[type], Lower]
+    _lower_unknown: Callable[[Any, Packing, str], Any]
+    names: Names
+    depth: int  # how many levels may still be entered
+    bounds: Bounds | None
+    tensors: list[torch.Tensor] = []
+    attached: list[Any] = []  # the objects that extensions send with the message: see `attach`
+    unrecorded: str | None = None
+    """The class name of a tensor that requires grad but travels without its history; None if there is none."""
+    _indices: dict[int, int] = {}
+    _noted: set[Hashable] | None = None
+    _subclasses: dict[int, tuple[Any, Any]] | None = None
 
     def add(self, tensor: torch.Tensor) -> int:
         """The index of a tensor among the tensors of the message. The same tensor always gets the same index."""
-        index = self._indices.get(id(tensor))
-        if index is None:
-            if forward_ad._current_level >= 0 and _unpack_dual(tensor).tangent is not None:
-                raise Refusal(
-                    "it has a tangent of forward-mode differentiation (make_dual), which would stay behind: send "
-                    "forward_ad.unpack_dual(tensor).primal, or compute without remote calls"
-                )
-            index = self._indices[id(tensor)] = len(self.tensors)
-            self.tensors.append(tensor)
+        index: int = lower_tensor(tensor, self)[1]
         return index
 
     def known(self, value: Any) -> Any:
@@ -175,6 +144,8 @@ class Packing:
 
     def attach(self, key: Hashable, thing: Any) -> None:
         """Note an object that is sent with the message, once for each key."""
+        if self._noted is None:
+            self._noted = set()
         if key not in self._noted:
             self._noted.add(key)
             self.attached.append(thing)
@@ -200,7 +171,9 @@ class Packing:
 
     def lower_parts(self, tree: list[Any], values: Sequence[Any]) -> list[Any]:
         """Append the trees of all these parts to a tree."""
-        self.enter()
+        if self.depth <= 0:
+            raise _too_deep()
+        self.depth -= 1
         lowerers = self._lowerers
         before = len(tree)
         append = tree.append
@@ -227,31 +200,34 @@ class Packing:
     def enter(self) -> None:
         """Go one level down. After an error the depth is wrong, so the packing must not be used again."""
         if self.depth <= 0:
-            raise Refusal("it is nested too deeply, or contains itself")
+            raise _too_deep()
         self.depth -= 1
 
 
-class Unpacking:
+def lower_tensor(tensor: torch.Tensor, packing: Packing) -> list[Any]:
+    """The tree of a tensor, which becomes one of the tensors of the message, if it is not one of them yet."""
+    index = packing._indices.get(id(tensor))
+    if index is None:
+        if forward_ad._current_level >= 0 and _unpack_dual(tensor).tangent is not None:
+            raise Refusal(
+                "it has a tangent of forward-mode differentiation (make_dual), which would stay behind: send "
+                "forward_ad.unpack_dual(tensor).primal, or compute without remote calls"
+            )
+        index = packing._indices[id(tensor)] = len(packing.tensors)
+        packing.tensors.append(tensor)
+    return [TENSOR, index]
+
+
+class Unpacking(msgspec.Struct, eq=False):
     """The state of one unpack: the tensors of the message, and how to lift a part of its tree."""
 
-    __slots__ = ("_lifters", "_subclasses", "announced", "bounds", "depth", "names", "tensors")
-
-    def __init__(
-        self,
-        lifters: Sequence[Lift],
-        tensors: Sequence[torch.Tensor],
-        names: Names,
-        depth: int,
-        bounds: Bounds | None,
-        announced: Container[Any] | None,
-    ) -> None:
-        self.tensors = tensors
-        self.names = names
-        self.depth = depth
-        self.bounds = bounds
-        self.announced = announced  # what extensions may find in the tree; None: no limit
-        self._lifters = lifters
-        self._subclasses: dict[int, Any] | None = None
+    _lifters: Mapping[int, Lift]
+    tensors: Sequence[torch.Tensor]
+    names: Names
+    depth: int
+    bounds: Bounds | None
+    announced: Container[Any] | None  # what extensions may find in the tree; None: no limit
+    _subclasses: dict[int, Any] | None = None
 
     def keep(self, number: int, value: Any) -> Any:
         """Note an instance of a tensor subclass for its other mentions, and return it."""
@@ -281,33 +257,53 @@ class Unpacking:
     def lift(self, tree: Any) -> Any:
         """The value of a part of the tree."""
         kind = type(tree)
+        if kind is list:
+            depth = self.depth
+            if depth <= 0:
+                raise ProtocolError("a value is nested too deeply")
+            tag = tree[0] if tree else None
+            if (
+                tag is TENSOR and len(tree) == 2
+            ):  # most lists in a tree stand for a tensor; others are left to its lifter
+                index, tensors = tree[1], self.tensors
+                if type(index) is int and 0 <= index < len(tensors):
+                    return tensors[index]
+            lifter = self._lifters.get(tag) if type(tag) is int else None
+            if lifter is None:
+                raise ProtocolError(f"a value with the tag {tag!r}")
+            self.depth = depth - 1
+            value = lifter(tree, self)
+            self.depth = depth
+            return value
         if kind in _NATIVE:
             return tree
         if self.depth <= 0:
             raise ProtocolError("a value is nested too deeply")
-        self.depth -= 1
-        if kind is list:
-            tag = tree[0] if tree else None
-            if type(tag) is not int or not 0 <= tag < len(self._lifters):
-                raise ProtocolError(f"a value with the tag {tag!r}")
-            value = self._lifters[tag](tree, self)
-        elif kind is dict:
-            value = self._lift_map(tree)
-        else:
+        if kind is not dict:
             raise ProtocolError(f"a {kind.__name__} in a value")
+        if not tree:
+            return tree
+        self.depth -= 1
+        lifted = self._lift_map(tree)
         self.depth += 1
-        return value
+        return lifted
 
     def lift_parts(self, tree: list[Any], start: int) -> list[Any]:
         """The values of all parts from `start` on."""
-        if len(tree) > SHORT and _NATIVE.issuperset(map(type, tree)):
-            return tree[start:]
-        lift = self.lift
-        return [part if type(part) in _NATIVE else lift(part) for part in tree[start:]]
+        parts = tree[start:]
+        if len(parts) > SHORT and _NATIVE.issuperset(map(type, parts)):
+            return parts
+        tensors = self.tensors
+        count = len(tensors) if self.depth > 0 else 0  # `lift` refuses a tensor that is nested too deeply
+        for place, part in enumerate(parts):
+            kind = type(part)
+            if kind is list and len(part) == 2 and part[0] is TENSOR and type(part[1]) is int and 0 <= part[1] < count:
+                parts[place] = tensors[part[1]]  # as its lifter does; most lists in a tree stand for a tensor
+            elif kind not in _NATIVE:
+                parts[place] = self.lift(part)
+        return parts
 
     def _lift_map(self, tree: dict[Any, Any]) -> dict[str, Any]:
-        if not tree:
-            return tree
         if not _STR.issuperset(map(type, tree)):
             raise ProtocolError("a map with keys that are not str")
         if _NATIVE.issuperset(map(type, tree.values())):
@@ -318,6 +314,10 @@ class Unpacking:
 
 _NATIVE = frozenset({type(None), bool, float, int, str, bytes})
 _STR = frozenset({str})
+
+
+def _too_deep() -> Refusal:
+    return Refusal("it is nested too deeply, or contains itself")
 
 
 def check_arity(tree: list[Any], arity: int) -> None:

@@ -72,7 +72,7 @@ class Codec:
         if bounded:
             lifters |= objects.CHECKED_LIFT
             lifters[trees.METHOD] = lifters[trees.PARTIAL] = _lift_bound
-        self._lifters = [lifters[tag] for tag in range(len(lifters))]
+        self._lifters = lifters
 
     def register(
         self,
@@ -99,9 +99,12 @@ class Codec:
         If the value is a tuple, ``labels`` name its items in the path that an error shows: with
         ``("args", "kwargs")`` the path is ``args[1]['x']``. Raises UnsendableError.
         """
-        packing = self._packing()
+        bounds = Bounds(self._max_bytes) if self._bounded else None
+        packing = Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth, bounds)
         try:
-            return packing.lower(value), packing
+            kind = type(value)
+            lowerer = self._lowerers.get(kind) or self._resolve(kind)
+            return lowerer(value, packing), packing
         except Refusal as refusal:
             raise UnsendableError(_explain(value, refusal, labels)) from refusal.__cause__
         except RecursionError as error:
@@ -109,13 +112,16 @@ class Codec:
 
     def pack_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Packing]:
         """The same as `pack` of the tuple of these three, but faster, because every call sends such a tuple."""
-        packing = self._packing()
-        packing.depth -= 1
+        bounds = Bounds(self._max_bytes) if self._bounded else None
+        # One level less: these three are parts of the tuple.
+        packing = Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth - 1, bounds)
         try:
+            kind = type(function)
+            lowerer = self._lowerers.get(kind) or self._resolve(kind)
             tree = [
                 trees.TUPLE,
-                packing.lower(function),
-                _lower_tuple(args, packing) if args else [trees.TUPLE],
+                lowerer(function, packing),
+                _LOWER_TUPLE(args, packing) if args else [trees.TUPLE],
                 _lower_dict(kwargs, packing) if kwargs else {},
             ]
         except (Refusal, RecursionError):
@@ -137,18 +143,19 @@ class Codec:
         """
         # Two levels more than for packing: a value without parts, which the packer does not count, may still be one or
         # two arrays in the tree.
+        shape = len(tree) if type(tree) is list else 0
+        if shape == 2 and tree[0] is trees.TENSOR and type(tree[1]) is int and 0 <= tree[1] < len(tensors):
+            return tensors[tree[1]]  # as its lifter does; most replies are one tensor
         bounds = Bounds(self._max_bytes) if self._bounded else None
         unpacking = Unpacking(self._lifters, tensors, names or self._names, self._max_depth + 2, bounds, announced)
         try:
+            if shape == 4 and tree[0] is trees.TUPLE:
+                return _lift_three(tree, unpacking)
             return unpacking.lift(tree)
         except BackhaulError:
             raise
         except Exception as error:
             raise ProtocolError(f"a malformed value: {type(error).__name__}: {error}") from error
-
-    def _packing(self) -> Packing:
-        bounds = Bounds(self._max_bytes) if self._bounded else None
-        return Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth, bounds)
 
     def _resolve(self, kind: type) -> Lower:
         """How to lower a type that this codec has not met before."""
@@ -240,27 +247,28 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _lower_items(tag: int, value: Any, packing: Packing) -> list[Any]:
-    if len(value) > trees.SHORT:
-        # Long runs of plain values are checked by C loops alone.
-        kinds = set(map(type, value))
-        if (
-            trees.ATOMS.issuperset(kinds)
-            or (kinds == _INT and min(value) >= -(1 << 63) and max(value) < 1 << 64)
-            or (kinds == _STR and _is_utf8("".join(value)))
-        ):
-            return [tag, *value]
-    elif not value:
-        return [tag]
-    return packing.lower_parts([tag], value)
+def _lower_items(tag: int) -> Lower:
+    def lower(value: Any, packing: Packing) -> Any:
+        if len(value) > trees.SHORT:
+            # Long runs of plain values are checked by C loops alone.
+            kinds = set(map(type, value))
+            if (
+                trees.ATOMS.issuperset(kinds)
+                or (kinds == _INT and min(value) >= -(1 << 63) and max(value) < 1 << 64)
+                or (kinds == _STR and _is_utf8("".join(value)))
+            ):
+                return [tag, *value]
+        elif not value:
+            return [tag]
+        return packing.lower_parts([tag], value)
+
+    return lower
 
 
-def _lower_list(value: list[Any], packing: Packing) -> Any:
-    return _lower_items(trees.LIST, value, packing)
-
-
-def _lower_tuple(value: tuple[Any, ...], packing: Packing) -> Any:
-    return _lower_items(trees.TUPLE, value, packing)
+_LOWER_LIST = _lower_items(trees.LIST)
+_LOWER_TUPLE = _lower_items(trees.TUPLE)
+_LOWER_SET = _lower_items(trees.SET)
+_LOWER_FROZEN_SET = _lower_items(trees.FROZEN_SET)
 
 
 def _count_keys(keys: Iterable[Any], bounds: Bounds) -> None:
@@ -276,13 +284,13 @@ def _count_keys(keys: Iterable[Any], bounds: Bounds) -> None:
 def _lower_set(value: set[Any], packing: Packing) -> Any:
     if packing.bounds is not None:
         _count_keys(value, packing.bounds)
-    return _lower_items(trees.SET, value, packing)
+    return _LOWER_SET(value, packing)
 
 
 def _lower_frozenset(value: frozenset[Any], packing: Packing) -> Any:
     if packing.bounds is not None:
         _count_keys(value, packing.bounds)
-    return _lower_items(trees.FROZEN_SET, value, packing)
+    return _LOWER_FROZEN_SET(value, packing)
 
 
 def _lower_dict(value: dict[Any, Any], packing: Packing) -> Any:
@@ -328,6 +336,35 @@ def _lift_list(tree: list[Any], unpacking: Unpacking) -> Any:
 
 def _lift_tuple(tree: list[Any], unpacking: Unpacking) -> Any:
     return tuple(unpacking.lift_parts(tree, 1))
+
+
+def _lift_three(tree: list[Any], unpacking: Unpacking) -> Any:
+    """`Unpacking.lift` for a tuple of three, but faster for a function, a tuple and a dict: each call is like that.
+
+    Tags are compared by identity, which excludes a float or a bool that equals one. `Codec.unpack` allows two levels at
+    least, so only the parts of the tuple and of the dict may be too deep.
+    """
+    _, function, args, kwargs = tree
+    if (
+        type(function) is not list
+        or len(function) != 2
+        or function[0] is not trees.NAMED
+        or type(function[1]) is not str
+        or type(args) is not list
+        or not args
+        or args[0] is not trees.TUPLE
+        or type(kwargs) is not dict
+    ):
+        return unpacking.lift(tree)
+    found = unpacking.names.find(function[1])
+    if not callable(found):
+        malformed("a function or class", function[1])
+    unpacking.depth -= 2
+    items = tuple(unpacking.lift_parts(args, 1))
+    if kwargs:
+        unpacking.depth += 1
+        kwargs = unpacking.lift(kwargs)
+    return found, items, kwargs
 
 
 def _lift_set(tree: list[Any], unpacking: Unpacking) -> Any:
@@ -396,8 +433,8 @@ def _lift_slice(tree: list[Any], unpacking: Unpacking) -> Any:
 
 
 _LOWER: dict[type, Lower] = {
-    list: _lower_list,
-    tuple: _lower_tuple,
+    list: _LOWER_LIST,
+    tuple: _LOWER_TUPLE,
     set: _lower_set,
     frozenset: _lower_frozenset,
     dict: _lower_dict,
