@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,16 +47,14 @@ class Send(msgspec.Struct, frozen=True, eq=False):
 
     message: int
     to: WorkerInfo
+    node: Node
+    """The graph node."""
     output: torch.Tensor
-    """The dummy output: its ``grad_fn`` is the graph node."""
+    """The dummy output of the node."""
     device: torch.device
     """The device of the tensor, where its gradient is expected."""
     like: Like | None = None
     """The properties that its gradient must have, if the gradient comes from a peer that may lie."""
-
-    @property
-    def node(self) -> Node:
-        return self.output.grad_fn
 
 
 class Together:
@@ -157,14 +155,15 @@ class Record:
         if self.limit is not None and count > self.limit:
             raise QuotaError(f"{self.limit} tensors of autograd context {self.id} already wait for their gradients")
 
-    def add(self, source: int, send: Send) -> None:
-        self.sends[source] = send
-        self.unspent[source] = send
+    def add(self, sends: Mapping[int, Send]) -> None:
+        self.sends.update(sends)
+        self.unspent.update(sends)
 
     def spend(self, sources: Iterable[int]) -> None:
         """Note that the graphs of these Sends have been run, and freed."""
+        unspent = self.unspent
         for source in sources:
-            self.unspent.pop(source, None)
+            unspent.pop(source, None)
 
     def runs(self) -> list[Ran]:
         """The finished runs. Only the latest are kept."""
@@ -263,9 +262,9 @@ class Contexts:
                 if id in self._over or rank_of(id) == self._me.id:
                     return None
                 record = self._records.get(id) or self._introduce(id, sender)
-        if record is None:  # refused without the lock, since this writes to the log, whose handlers are user code
-            limit = 0 if self._limits is None else self._limits.contexts
-            raise self._refuse(sender, f"this peer has {limit} open autograd contexts already")
+            if record is None:  # refused without the lock, since this writes to the log, whose handlers are user code
+                limit = 0 if self._limits is None else self._limits.contexts
+                raise self._refuse(sender, f"this peer has {limit} open autograd contexts already")
         record.heard.add(sender.id)
         return record
 

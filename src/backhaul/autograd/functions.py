@@ -230,7 +230,7 @@ def _first_uses(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     without the GIL. A Function that finds the node created needs nothing else under the lock.
     """
     found = [tensor for tensor in tensors if tensor.is_leaf or (tensor._version and tensor._is_view())]
-    return [each.view_as(each) if each.layout is torch.strided else each.clone() for each in found]
+    return found and [each.view_as(each) if each.layout is torch.strided else each.clone() for each in found]
 
 
 def receive(anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:

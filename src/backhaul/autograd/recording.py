@@ -10,7 +10,7 @@ take part in a pass. In a federation it does not: peers do not learn how others 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -115,28 +115,29 @@ class Recorder:
         if record.limit is not None:
             record.require_room(len(record.sends) + len(recorded))
         record.told.add(to.id)
-        message = self._contexts.new_id(len(recorded))
-        sends = [
-            Send(message, to, send(source, [tensor]), tensor.device, None if self._tells else like(tensor))
-            for source, tensor in enumerate(recorded, message)
-        ]
-        for source, made in enumerate(sends, message):
-            record.add(source, made)
-        return Mark(record.id, message, True, self._foreseen(record, sends)), tensors
+        message = source = self._contexts.new_id(len(recorded))
+        sends: dict[int, Send] = {}
+        for tensor in recorded:
+            output = send(source, [tensor])
+            properties = None if self._tells else like(tensor)
+            sends[source] = Send(message, to, output.grad_fn, output, tensor.device, properties)
+            source += 1
+        record.add(sends)
+        reach: Reach | None = None
+        if self._tells:
+            reach = _foreseen(sends.values()) if record.recvs else ()
+        return Mark(record.id, message, True, reach), tensors
 
-    def _foreseen(self, record: Record, sends: Sequence[Send]) -> Reach | None:
-        """The sources on which these Sends depend; None if that is not known."""
-        if not self._tells:
+
+def _foreseen(sends: Iterable[Send]) -> Reach | None:
+    """The sources on which these Sends depend; None if that is not known."""
+    found: list[tuple[int, ...]] = []
+    for each in sends:
+        sources = foresee(each.node)
+        if sources is None:
             return None
-        if not record.recvs:
-            return ()
-        found: list[tuple[int, ...]] = []
-        for each in sends:
-            sources = foresee(each.node)
-            if sources is None:
-                return None
-            found.append(sources)
-        return tuple(found) if any(found) else ()
+        found.append(sources)
+    return tuple(found) if any(found) else ()
 
 
 def _without_history(mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:

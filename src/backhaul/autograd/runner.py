@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -22,9 +23,12 @@ from backhaul.autograd.local_pass import LocalPass, Starts
 from backhaul.autograd.replicas import Replica, replicas
 from backhaul.autograd.run import EngineRun, Outcome, Parcel, Protocol, destination
 from backhaul.devices.streams import use
-from backhaul.eager import without_compiled_autograd
+from backhaul.eager import compiles_autograd, without_compiled_autograd
 from backhaul.errors import BackhaulError
 
+_variable = attrgetter("variable")
+_hooks_after = attrgetter("_post_accumulate_grad_hooks")
+_has_gpus: Callable[[], bool] = torch.cuda.is_initialized
 _run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -60,14 +64,13 @@ class Runner:
 
     def run(self, local: LocalPass, component: Component) -> Outcome:
         """Run a component. Raises what a backward function or a hook raises, and what the pass has failed with."""
-        if len(component.sources) == len(component.recvs) == 1 and not component.leaves and not component.waits:
+        if not component.leaves and len(component.sources) == len(component.recvs) == 1 and not component.waits:
             passed_on = self._pass_on(local, component)
             if passed_on is not None:
                 return passed_on
-        leaves = [leaf.variable for leaf in component.leaves]
-        averaged = replicas.of(leaves)
-        is_joint = replicas.is_joint()
-        joint = is_joint is not None and any(map(is_joint, leaves))
+        leaves = list(map(_variable, component.leaves))
+        joint = bool(replicas.joint_among(leaves))
+        averaged = replicas.of(leaves) if joint else ()
         in_grad = (
             averaged
             or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
@@ -90,10 +93,9 @@ class Runner:
             self._agent,
             local,
             component,
-            protocol=self._protocol,
-            held=self._held,
-            waits=joint or component.waits,
-            hold=not joint,
+            self._protocol,
+            self._held,
+            joint=joint,
             carried=self._believes and local.starter != self._agent.me.id,
         )
         self._runs.add(run)
@@ -155,16 +157,17 @@ class Runner:
         try:
             if self._agent.devices is not None:
                 use(values)
-            with on_one_thread(), without_compiled_autograd():
-                return _run_backward(
-                    edges, values, local.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
-                )
+            retain_graph = local.backward.retain_graph
+            if _has_gpus() or compiles_autograd():
+                with on_one_thread(), without_compiled_autograd():
+                    return _run_backward(edges, values, retain_graph, False, inputs, True, accumulate_grad=not inputs)
+            return _run_backward(edges, values, retain_graph, False, inputs, True, accumulate_grad=not inputs)
         finally:
             if self._observers:
                 self._observers.emit(TorchEnded(backward=local.backward.id))
 
     def _run_in_grad(
-        self, local: LocalPass, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
+        self, local: LocalPass, component: Component, leaves: list[torch.Tensor], averaged: Sequence[Replica]
     ) -> None:
         """Run a component so that gradients go into ``.grad``, where hooks or replicas expect them; then store them.
 
@@ -230,7 +233,7 @@ class Runner:
             self._protocol.fail(run.local, error)
 
     def _store(self, local: LocalPass, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
-        if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
+        if any(map(_hooks_after, leaves)):
             captured = gradients.run_hooks(leaves, captured, local.require_going)
         record = local.record
         streams = None if self._agent.devices is None else self._agent.devices.streams
