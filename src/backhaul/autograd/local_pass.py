@@ -148,22 +148,27 @@ class LocalPass:
             return self._root
         return self.record.sends[source].output
 
-    def passed_on(self, component: Component) -> torch.Tensor | None:
-        """Take the gradient of a component that is just a received tensor, sent on unchanged. It goes back unchanged.
+    def passed_on(self, component: Component) -> list[tuple[Recv, torch.Tensor]] | None:
+        """Take the gradients of a component that is just received tensors, sent on unchanged. They go back unchanged.
 
-        Returns None if torch's engine must run, for example for a hook.
+        There must be as many Recvs as sources. Returns None if torch's engine must run, for example for a hook.
         """
-        (source,) = component.sources
-        (node,) = component.recvs
+        found: list[tuple[Recv, torch.Tensor]] = []
+        box = self._box
         with self._lock:
-            found = self._box.get(source)
-            if found is None or len(found) != 1 or found[0] is None:
-                return None
-            edges = self._edges(source)
-            if len(edges) != 1 or edges[0][0] is not node or not passes_on(node):
-                return None
-            del self._box[source]
-            return found[0]
+            for source in component.sources:
+                gradients = box.get(source, ())
+                edges = self._edges(source)
+                if len(gradients) != 1 or gradients[0] is None or len(edges) != 1:
+                    return None
+                node = edges[0][0]
+                # Each source leads to a Recv, and all Recvs are reached, so no two sources lead to the same one.
+                if node not in component.recvs or not passes_on(node):
+                    return None
+                found.append((node.recv, gradients[0]))
+            for source in component.sources:
+                del box[source]
+        return found
 
     def find_shortcuts(self, me: int) -> None:
         """At the starter: find the tensors that were sent on unchanged, and the workers that can get their gradients.

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from backhaul.agent.agent import Agent
-from backhaul.agent.observing import GradientsSent, RecvReached
+from backhaul.agent.observing import GradientsSent, Observers, RecvReached
 from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import SMALL, Component
 from backhaul.autograd.local_pass import LocalPass
@@ -148,6 +148,21 @@ class Protocol(typing.Protocol):
 
     def fail(self, local: LocalPass, error: BaseException) -> None:
         """Fail the pass."""
+
+
+def send_parcel(
+    protocol: Protocol,
+    observers: Observers,
+    local: LocalPass,
+    parcel: Parcel,
+    consumed: Sequence[int] = (),
+    emitted: Sequence[int] = (),
+) -> None:
+    """Send gradients, with the report of their run if it is given."""
+    message = parcel.message(local.backward, tuple(consumed), tuple(emitted))
+    if observers:
+        observers.emit(GradientsSent(backward=local.backward.id, peer=parcel.to.name, sources=message.sources))
+    protocol.send(local, parcel.to.id, message, parcel.tensors)
 
 
 class EngineRun:
@@ -291,8 +306,4 @@ class EngineRun:
         if rides and (self._held is not None if to_starter else self._carried):
             self._late = parcel
             return
-        message = parcel.message(self.local.backward)
-        if self._agent.observers:
-            sent = GradientsSent(backward=self.local.backward.id, peer=parcel.to.name, sources=message.sources)
-            self._agent.observers.emit(sent)
-        self._protocol.send(self.local, parcel.to.id, message, parcel.tensors)
+        send_parcel(self._protocol, self._agent.observers, self.local, parcel)

@@ -17,11 +17,10 @@ from backhaul.agent.agent import Agent
 from backhaul.agent.observing import RecvReached, Stored, TorchBegan, TorchEnded
 from backhaul.autograd import functions, gradients, joint_hooks, node_hooks
 from backhaul.autograd.contexts import current_context
-from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import Component
 from backhaul.autograd.local_pass import LocalPass, Starts
 from backhaul.autograd.replicas import Replica, replicas
-from backhaul.autograd.run import EngineRun, Outcome, Parcel, Protocol, destination
+from backhaul.autograd.run import EngineRun, Mine, Outcome, Parcel, Protocol, destination, send_parcel
 from backhaul.devices.streams import use
 from backhaul.eager import compiles_autograd, without_compiled_autograd
 from backhaul.errors import BackhaulError
@@ -64,7 +63,7 @@ class Runner:
 
     def run(self, local: LocalPass, component: Component) -> Outcome:
         """Run a component. Raises what a backward function or a hook raises, and what the pass has failed with."""
-        if not component.leaves and len(component.sources) == len(component.recvs) == 1 and not component.waits:
+        if not component.leaves and len(component.sources) == len(component.recvs) and not component.waits:
             passed_on = self._pass_on(local, component)
             if passed_on is not None:
                 return passed_on
@@ -126,26 +125,39 @@ class Runner:
         return run.outcome
 
     def _pass_on(self, local: LocalPass, component: Component) -> Outcome | None:
-        """Send the gradient of a tensor that was sent on unchanged back. Returns None if torch must run."""
+        """Send the gradients of tensors that were sent on unchanged back. Returns None if torch must run."""
         if not self._believes or node_hooks.are_there():
             return None
-        gradient = local.passed_on(component)
-        if gradient is None:
+        passed = local.passed_on(component)
+        if passed is None:
             return None
-        (node,) = component.recvs
-        recv: Recv = node.recv
-        self._protocol.require(local, recv)
-        to, source = destination(self._agent, local, recv) if local.shortcuts else (recv.sender, recv.message)
-        if to is None:
-            return Outcome((source,), None, {source: (gradient,)})
-        local.giving_to(to.id)
-        parcel = Parcel(to)
-        parcel.add(source, gradient)
-        if to.id != local.starter and local.shortcuts:
-            parcel.shortcuts = local.onward(component.sources[0], recv)
-        if self._observers:
-            self._observers.emit(RecvReached(backward=local.backward.id, peer=recv.sender.name))
-        return Outcome(parcel.sources, parcel)
+        parcels: dict[int, Parcel] = {}
+        mine: Mine = {}
+        emitted: list[int] = []
+        parcel: Parcel | None = None
+        for recv, gradient in passed:
+            self._protocol.require(local, recv)
+            to, source = destination(self._agent, local, recv) if local.shortcuts else (recv.sender, recv.message)
+            emitted.append(source)
+            if to is None:
+                mine[source] = (gradient,)
+                continue
+            if self._observers:
+                self._observers.emit(RecvReached(backward=local.backward.id, peer=recv.sender.name))
+            parcel = parcels.get(to.id)
+            if parcel is None:
+                local.giving_to(to.id)
+                parcel = parcels[to.id] = Parcel(to)
+                if local.shortcuts and to.id != local.starter:
+                    parcel.shortcuts = local.onward(component.sources[0], recv if len(passed) == 1 else None)
+            parcel.add(source, gradient)
+        if len(parcels) == 1 and not mine:
+            return Outcome(emitted, parcel)  # it takes the report along
+        if parcels and self._agent.devices is not None:
+            self._agent.devices.streams.catch_up()
+        for parcel in parcels.values():
+            send_parcel(self._protocol, self._observers, local, parcel)
+        return Outcome(emitted, None, mine)
 
     def _run_engine(
         self, local: LocalPass, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
