@@ -253,13 +253,8 @@ def _apart(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """
     if modes.are_on():
         with modes.off():
-            return [_with_node(output) for output in outputs]
-    return [_with_node(output) for output in outputs]
-
-
-def _with_node(output: torch.Tensor) -> torch.Tensor:
-    lifted: torch.Tensor = _apply_item(output, [output.data]) if output.is_complex() else _lift(output)
-    return lifted
+            return _apart(outputs)
+    return [_apply_item(output, [output.data]) if output.is_complex() else _lift(output) for output in outputs]
 
 
 def is_item(node: Any) -> bool:

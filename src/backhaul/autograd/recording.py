@@ -85,8 +85,11 @@ class Recorder:
         places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
         if not places:
             raise ProtocolError(f"message {mark.message} is marked as recorded, but no tensor of it requires grad")
+        outputs = self._receive(mark, _separate(tensors, places), sender)
+        if len(places) == len(tensors):
+            return outputs
         result = list(tensors)
-        for place, output in zip(places, self._receive(mark, _separate(tensors, places), sender), strict=True):
+        for place, output in zip(places, outputs, strict=True):
             result[place] = output
         return result
 
@@ -94,14 +97,15 @@ class Recorder:
         reach = mark.reach if self._tells else None
         if reach and len(reach) != len(tensors):
             raise ProtocolError(f"message {mark.message} has {len(tensors)} recorded tensors, but lists {len(reach)}")
-        node, outputs = receive(self._anchor, Recv(mark.context, mark.message, sender, reach), tensors)
+        message, context = mark.message, mark.context
+        node, outputs = receive(self._anchor, Recv(context, message, sender, reach), tensors)
         # The tensors get a Recv even after the context's end: the values are good, and a backward pass raises an error
         # that explains it.
-        record = self._contexts.join(mark.context, sender)
+        record = self._contexts.join(context, sender)
         if record is not None:
             if record.limit is not None:
                 record.require_room(len(record.recvs) + 1)
-            record.recvs[mark.message] = node
+            record.recvs[message] = node
         return outputs
 
     def enter(self, mark: Mark, sender: WorkerInfo) -> None:
@@ -159,9 +163,9 @@ def _separate(tensors: Tensors, places: list[int]) -> list[torch.Tensor]:
 
     Autograd would not know that they share memory, and an in-place operation on one would spoil the other's gradient.
     """
-    found = [tensors[place] for place in places]
+    found = tensors if len(places) == len(tensors) else [tensors[place] for place in places]
     if len(tensors) > 1:
-        storages = [_storage(tensor) for tensor in tensors]
+        storages = [tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
         if len(set(storages)) < len(storages):
             times = Counter(storages)
             found = [
@@ -169,7 +173,3 @@ def _separate(tensors: Tensors, places: list[int]) -> list[torch.Tensor]:
                 for place, tensor in zip(places, found, strict=True)
             ]
     return [tensor.data for tensor in found]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
