@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from backhaul.autograd.functions import ID_BITS, rank_of
+from backhaul.autograd.gradients import Captured, store
 from backhaul.errors import BackhaulError, ContextError, QuotaError
 from backhaul.ids import WorkerInfo
 from backhaul.options import Quotas
@@ -105,6 +106,16 @@ class Passed(msgspec.Struct, frozen=True, eq=False, gc=False):
 class Record:
     """One worker's record of a context. ``lock`` guards all fields but ``id`` and ``initiator``, unless noted."""
 
+    over = False
+    unread = False
+    """Whether a pass that was started here has put gradients into the context that have not been read yet."""
+    asked = False
+    """Whether this worker has asked the initiator if the context is over. It needs no lock."""
+    introducer: int | None = None
+    """Rank of the worker whose message told this worker of the context."""
+    limit: int | None = None
+    """How many recorded tensors may wait for their gradients, if the introducer has a quota."""
+
     def __init__(self, id: int) -> None:
         self.id = id
         self.initiator = rank_of(id)
@@ -119,22 +130,14 @@ class Record:
         """Ranks of the workers to which this one has sent messages of the context."""
         self.heard: set[int] = set()
         """Ranks of the workers from which this one has received messages of the context."""
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._left: list[tuple[Sequence[torch.Tensor], Captured]] = []
         self.passes: dict[int, LocalPass] = {}
         """This worker's part of each pass, by the pass's id."""
         self.aborted: set[int] = set()
         """Ids of failed passes."""
         self.floors: dict[int, int] = {}
         """For each rank that starts passes: its passes with ids below this are over."""
-        self.over = False
-        self.unread = False
-        """Whether a pass that was started here has put gradients into the context that have not been read yet."""
-        self.asked = False
-        """Whether this worker has asked the initiator if the context is over. It needs no lock."""
-        self.introducer: int | None = None
-        """Rank of the worker whose message told this worker of the context."""
-        self.limit: int | None = None
-        """How many recorded tensors may wait for their gradients, if the introducer has a quota."""
         # The fields below are for `inspection.contexts`. Appending to them needs no lock.
         self.ran: list[tuple[int, Sequence[int], int, int, bool, bool]] = []
         """The fields of a `Ran` for each run (see `runs`), as plain tuples, which are made faster."""
@@ -164,6 +167,22 @@ class Record:
         unspent = self.unspent
         for source in sources:
             unspent.pop(source, None)
+
+    @property
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """By leaf. Needs the lock, because it stores what runs have left."""
+        while self._left:
+            store(self._gradients, *self._left.pop(0))
+        return self._gradients
+
+    def leave(self, leaves: Sequence[torch.Tensor], captured: Captured) -> None:
+        """Leave the gradients of a run, to be stored when there is time, or when they are read. Needs the lock."""
+        self._left.append((leaves, captured))
+
+    @property
+    def has_left(self) -> bool:
+        """Whether there are gradients to store. Needs no lock."""
+        return bool(self._left)
 
     def runs(self) -> list[Ran]:
         """The finished runs. Only the latest are kept."""

@@ -282,32 +282,32 @@ def _alone(source: int, reached: Any) -> Component:
 
 
 def _walk(start: Node, most: float = math.inf) -> Reached | None:
-    """What a source reaches. None if it reaches more than ``most`` nodes."""
-    seen: set[Node] = {None}
+    """What a source reaches. None if it reaches more than ``most`` nodes besides leaves and Recvs."""
     leaves: list[Node] = []
     recvs: dict[Node, set[int]] = {}
-    inner: list[Node] = []
-    todo = [((start, 0),)]
+    todo: list[Sequence[tuple[Node, int]]] = [((start, 0),)]
+    apart = {None}  # what is no inner node
     if type(start) is SendNode:
-        seen.add(start)
+        apart.add(start)
         todo = [start.next_functions]
+    seen = set(apart)
+    see, follow = seen.add, todo.append
     for edges in todo:  # it grows meanwhile
         for node, output in edges:
             if node not in seen:
-                seen.add(node)
+                see(node)
                 kind = type(node)
                 if kind is _AccumulateGrad:
                     leaves.append(node)
                 elif kind is RecvNode:
                     recvs[node] = {output}
-                elif len(inner) >= most:
-                    return None
                 else:
-                    inner.append(node)
-                    todo.append(node.next_functions)
+                    follow(node.next_functions)
             elif node in recvs:
                 recvs[node].add(output)
-    return Reached(leaves, recvs, frozenset(inner), len(seen) - 1)
+        if len(todo) > most:
+            return None
+    return Reached(leaves, recvs, frozenset(seen.difference(apart, leaves, recvs)), len(seen) - 1)
 
 
 def reach(starts: Iterable[Node], seen: set[Any]) -> dict[Node, list[int]]:

@@ -53,6 +53,18 @@ def _here(gradients: Gradients, agent: Agent) -> Gradients:
 class LocalPass:
     """One worker's part of a pass. Thread-safe."""
 
+    deadline = math.inf
+    check_every = math.inf
+    round = 0
+    listener: Listener | None = None
+    """The thread of `backward`, at the worker that started the pass, when it has begun to listen."""
+    _changed: threading.Condition | None = None  # made when a thread first waits
+    # Guarded by _lock:
+    _schedule: Schedule | None = None
+    _carried: tuple[list[int], list[int]] | None = None  # what other workers have consumed and emitted
+    _asked = False
+    _error: BaseException | None = None
+
     def __init__(
         self, backward: Pass, record: Record, root: torch.Tensor | None = None, charges: Charges | None = None
     ) -> None:
@@ -66,24 +78,14 @@ class LocalPass:
         self._root = root
         self.filled: list[torch.Tensor] = []
         """The leaves of this worker whose ``.grad`` the pass has changed; filled only if there are GPUs."""
-        self.deadline = math.inf
-        self.check_every = math.inf
         self._lock = threading.Lock()
-        self._changed: threading.Condition | None = None  # made when a thread first waits
         # Guarded by _lock:
-        self._schedule: Schedule | None = None
         self._charged = None if charges is None else Box(charges)
         # Gradients that have arrived and are not consumed yet:
         self._box: dict[int, Gradients] = {} if self._charged is None else self._charged
         self._waiting: dict[int, int] = {}  # sources that gates wait for -> the rank that will send their gradients
         self._gave_to: set[int] = set()  # ranks to which this worker has given work of this pass
         self._got_from: set[int] = set()  # ranks that have given work of this pass to this worker
-        self._carried: tuple[list[int], list[int]] | None = None  # what other workers have consumed and emitted
-        self._asked = False
-        self._error: BaseException | None = None
-        self.round = 0
-        self.listener: Listener | None = None
-        """The thread of `backward`, at the worker that started the pass, when it has begun to listen."""
         self.shortcuts: dict[int, Shortcut] = {}
         """The shortcuts that this worker knows and has not used, by source."""
         self._passed: dict[int, int] = {}  # at the starter: the destination of a shortcut -> its source

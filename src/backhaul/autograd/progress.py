@@ -57,6 +57,8 @@ class Progress:
         devices = self.agent.devices
         if devices is None:
             self._run_and_report(local, component)
+            if local.record.has_left:
+                self._runner.settle(local)
             return
         listener = local.listener
         if listener is None or not listener.is_mine():

@@ -245,6 +245,10 @@ class Runner:
             self._protocol.fail(run.local, error)
 
     def _store(self, local: LocalPass, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
+        """Put the gradients of a run into the context.
+
+        If other workers wait for the report, which follows, they are only left there: see `settle`.
+        """
         if any(map(_hooks_after, leaves)):
             captured = gradients.run_hooks(leaves, captured, local.require_going)
         record = local.record
@@ -253,11 +257,22 @@ class Runner:
             use([gradient for gradient in captured if gradient is not None])
         with record.lock:
             if not record.over and not local.failed:
+                if streams is None and local.starter != self._agent.me.id:
+                    record.leave(leaves, captured)
+                    return
                 if streams is not None:
                     streams.catch_up()  # another thread may have added to a gradient since this run began
                 gradients.store(record.gradients, leaves, captured)
                 if streams is not None:
                     streams.leave_word()
+        if self._observers:
+            self._observers.emit(Stored(backward=local.backward.id))
+
+    def settle(self, local: LocalPass) -> None:
+        """Store the gradients that runs have left."""
+        record = local.record
+        with record.lock:
+            record.gradients  # noqa: B018 this stores them
         if self._observers:
             self._observers.emit(Stored(backward=local.backward.id))
 
