@@ -40,10 +40,14 @@ def without_compiled_autograd() -> AbstractContextManager[Any]:
 
     A distributed pass stops at gates and continues when gradients arrive, so there is no graph to compile beforehand.
     """
-    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return _off.while_inside(sys.modules["torch._dynamo.compiled_autograd"]) if compiles_autograd() else _NOTHING
+
+
+def compiles_autograd() -> bool:
+    """Whether compiled autograd is on."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     # getattr, because another thread may be importing the module.
-    is_on = compiled is not None and getattr(compiled, "compiled_autograd_enabled", False)
-    return _off.while_inside(compiled) if is_on else _NOTHING
+    return compiled is not None and getattr(compiled, "compiled_autograd_enabled", False)
 
 
 class _Off:

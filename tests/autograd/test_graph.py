@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from graphs import LEAF, RECV, Graph, expected, ignore, leaf, met, of, outputs, received, recv_of, rooted, sent
 from torch import Tensor
 
-from backhaul.autograd import functions
+from backhaul.autograd import functions, graph
 from backhaul.autograd.functions import ROOT, SendNode, send, start
 from backhaul.autograd.graph import (
     MOST_FORESEEN,
@@ -332,11 +334,16 @@ def test_no_more_sources_are_foreseen_than_a_message_has_room_for() -> None:
     assert foresee(sent(1, x * y)) is None
 
 
+@pytest.mark.parametrize("foreseen", [False, True])
 @pytest.mark.parametrize("seed", range(50))
-def test_planning_sources_as_one_component_equals_joining_their_plans(seed: int) -> None:
-    """`as_one` gives the same as `plan` and `together`."""
+def test_planning_sources_as_one_component_equals_joining_their_plans(seed: int, foreseen: bool) -> None:
+    """`as_one` gives the same as `plan` and `together`, also from what `foresee` has found."""
     sources = Graph(seed).nodes
-    found, wanted = as_one(sources), together(plan(sources))
+    wanted = together(plan(sources))
+    if foreseen:
+        for node in sources.values():
+            foresee(node)
+    found = as_one(sources)
     assert found is not None
     assert found.sources == wanted.sources
     assert set(found.leaves) == set(wanted.leaves)
@@ -350,3 +357,70 @@ def test_sources_of_a_large_graph_are_not_planned_as_one_component() -> None:
     for _ in range(100):
         x = x + 1
     assert as_one({1: sent(1, x), 2: sent(2, leaf())}) is None
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_plan_from_what_was_foreseen_equals_one_that_walks(seed: int) -> None:
+    sources = Graph(seed).nodes
+    wanted = {tuple(each.sources): each for each in plan(sources)}
+    for source, node in sources.items():
+        if source != ROOT or seed % 2:
+            foresee(node)
+    found = {tuple(each.sources): each for each in plan(sources)}
+    assert found.keys() == wanted.keys()
+    for group, component in found.items():
+        other = wanted[group]
+        assert set(component.leaves) == set(other.leaves)
+        assert component.recvs == other.recvs
+        assert component.size >= other.size  # a leaf of several components may count in each
+        assert set(component.nodes) == set(other.nodes)
+
+
+def chain(number: int) -> torch.Tensor:
+    (x,) = received(1000 + number, reach=())
+    return x * leaf() * number
+
+
+def test_foreseen_sources_that_share_nothing_are_planned_without_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = leaf()
+    sources = {number: sent(number, chain(number) * a.sum()) for number in (5, 6, 7)}
+    for node in sources.values():
+        foresee(node)
+    monkeypatch.setattr(graph, "_walk", None)
+    assert {tuple(each.sources) for each in plan(sources)} == {(5,), (6,), (7,)}
+    assert all(a.grad_fn is None and len(each.leaves) == 2 for each in plan(sources))
+    together_ = as_one(sources)
+    assert together_ is not None
+    assert len(together_.leaves) == 4
+
+
+def test_foreseen_sources_that_share_a_node_or_a_leaf_with_hooks_are_run_together() -> None:
+    (x,), a = received(1000, reach=()), leaf()
+    for sources in (
+        {5: sent(5, x * 2), 6: sent(6, x * 3)},  # a Recv
+        {5: sent(5, (y := a * 2) + 1), 6: sent(6, y + 2)},  # another node
+    ):
+        for node in sources.values():
+            foresee(node)
+        assert [component.sources for component in plan(sources)] == [[6, 5]]
+    sources = {5: sent(5, a * 2), 6: sent(6, a * 3)}
+    for node in sources.values():
+        foresee(node)
+    assert [component.sources for component in plan(sources)] == [[5], [6]]
+    handle = a.register_hook(lambda gradient: None)
+    assert [component.sources for component in plan(sources)] == [[6, 5]]
+    handle.remove()
+
+
+def test_what_was_foreseen_does_not_keep_a_graph() -> None:
+    """A Send that referred to itself would never be freed."""
+    a = leaf()
+    freed = weakref.ref(a)
+    gc.disable()
+    try:
+        output = send(5, [a * 2])
+        foresee(output.grad_fn)
+        del a, output
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -33,7 +33,8 @@ def made(count: int = 1, charges: Charges | None = None) -> Made:
     sources = [contexts.new_id() for _ in range(count)]
     for source in sources:
         tensor = 2 * torch.ones(3, requires_grad=True)
-        record.add(source, Send(source, PEER, send(source, [tensor]), tensor.device))
+        output = send(source, [tensor])
+        record.add({source: Send(source, PEER, output.grad_fn, output, tensor.device)})
     id = contexts.new_id()
     return Made(LocalPass(Pass(id, record.id, id, False, False), record, None, charges), record, sources)
 

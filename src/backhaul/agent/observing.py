@@ -15,7 +15,7 @@ not raise and must not call the worker. Some locks of the worker may be held.
     threads     Waits ─► Resumes             Queued ─► Starts ─► Stops
     passes      PassBegan ─► Planned ─► RunBegan ─► RunEnded ─► … ─► PassEnded          GateWaits ─► GateOpens
     runs        RunBegan ─► TorchBegan ─► RecvReached ─► GradientsSent ─► Encoded ─► Sent
-                ─► TorchEnded ─► Stored ─► RunEnded
+                ─► TorchEnded ─► RunEnded, with Stored before RunEnded or, if others wait for the report, after it
                 ─► (peer: GradientsCame ─► RunBegan, or GateOpens)
     references  RefMade ─► RefFreed
     links       LinkUp ─► LinkLost

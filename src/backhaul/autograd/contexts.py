@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from backhaul.autograd.functions import ID_BITS, rank_of
+from backhaul.autograd.gradients import Captured, store
 from backhaul.errors import BackhaulError, ContextError, QuotaError
 from backhaul.ids import WorkerInfo
 from backhaul.options import Quotas
@@ -47,16 +48,14 @@ class Send(msgspec.Struct, frozen=True, eq=False):
 
     message: int
     to: WorkerInfo
+    node: Node
+    """The graph node."""
     output: torch.Tensor
-    """The dummy output: its ``grad_fn`` is the graph node."""
+    """The dummy output of the node."""
     device: torch.device
     """The device of the tensor, where its gradient is expected."""
     like: Like | None = None
     """The properties that its gradient must have, if the gradient comes from a peer that may lie."""
-
-    @property
-    def node(self) -> Node:
-        return self.output.grad_fn
 
 
 class Together:
@@ -107,6 +106,16 @@ class Passed(msgspec.Struct, frozen=True, eq=False, gc=False):
 class Record:
     """One worker's record of a context. ``lock`` guards all fields but ``id`` and ``initiator``, unless noted."""
 
+    over = False
+    unread = False
+    """Whether a pass that was started here has put gradients into the context that have not been read yet."""
+    asked = False
+    """Whether this worker has asked the initiator if the context is over. It needs no lock."""
+    introducer: int | None = None
+    """Rank of the worker whose message told this worker of the context."""
+    limit: int | None = None
+    """How many recorded tensors may wait for their gradients, if the introducer has a quota."""
+
     def __init__(self, id: int) -> None:
         self.id = id
         self.initiator = rank_of(id)
@@ -121,22 +130,14 @@ class Record:
         """Ranks of the workers to which this one has sent messages of the context."""
         self.heard: set[int] = set()
         """Ranks of the workers from which this one has received messages of the context."""
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._left: list[tuple[Sequence[torch.Tensor], Captured]] = []
         self.passes: dict[int, LocalPass] = {}
         """This worker's part of each pass, by the pass's id."""
         self.aborted: set[int] = set()
         """Ids of failed passes."""
         self.floors: dict[int, int] = {}
         """For each rank that starts passes: its passes with ids below this are over."""
-        self.over = False
-        self.unread = False
-        """Whether a pass that was started here has put gradients into the context that have not been read yet."""
-        self.asked = False
-        """Whether this worker has asked the initiator if the context is over. It needs no lock."""
-        self.introducer: int | None = None
-        """Rank of the worker whose message told this worker of the context."""
-        self.limit: int | None = None
-        """How many recorded tensors may wait for their gradients, if the introducer has a quota."""
         # The fields below are for `inspection.contexts`. Appending to them needs no lock.
         self.ran: list[tuple[int, Sequence[int], int, int, bool, bool]] = []
         """The fields of a `Ran` for each run (see `runs`), as plain tuples, which are made faster."""
@@ -157,14 +158,31 @@ class Record:
         if self.limit is not None and count > self.limit:
             raise QuotaError(f"{self.limit} tensors of autograd context {self.id} already wait for their gradients")
 
-    def add(self, source: int, send: Send) -> None:
-        self.sends[source] = send
-        self.unspent[source] = send
+    def add(self, sends: Mapping[int, Send]) -> None:
+        self.sends.update(sends)
+        self.unspent.update(sends)
 
     def spend(self, sources: Iterable[int]) -> None:
         """Note that the graphs of these Sends have been run, and freed."""
+        unspent = self.unspent
         for source in sources:
-            self.unspent.pop(source, None)
+            unspent.pop(source, None)
+
+    @property
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """By leaf. Needs the lock, because it stores what runs have left."""
+        while self._left:
+            store(self._gradients, *self._left.pop(0))
+        return self._gradients
+
+    def leave(self, leaves: Sequence[torch.Tensor], captured: Captured) -> None:
+        """Leave the gradients of a run, to be stored when there is time, or when they are read. Needs the lock."""
+        self._left.append((leaves, captured))
+
+    @property
+    def has_left(self) -> bool:
+        """Whether there are gradients to store. Needs no lock."""
+        return bool(self._left)
 
     def runs(self) -> list[Ran]:
         """The finished runs. Only the latest are kept."""
@@ -263,9 +281,9 @@ class Contexts:
                 if id in self._over or rank_of(id) == self._me.id:
                     return None
                 record = self._records.get(id) or self._introduce(id, sender)
-        if record is None:  # refused without the lock, since this writes to the log, whose handlers are user code
-            limit = 0 if self._limits is None else self._limits.contexts
-            raise self._refuse(sender, f"this peer has {limit} open autograd contexts already")
+            if record is None:  # refused without the lock, since this writes to the log, whose handlers are user code
+                limit = 0 if self._limits is None else self._limits.contexts
+                raise self._refuse(sender, f"this peer has {limit} open autograd contexts already")
         record.heard.add(sender.id)
         return record
 

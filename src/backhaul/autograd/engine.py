@@ -233,16 +233,17 @@ class Engine(Progress):
         message: Gradients = envelope.message
         if self._doubts and not is_sorted(message.present, len(message.sources)):
             raise ProtocolError("gradients whose places are not in order")
+        sends, peer = local.record.sends, line.peer.id
         for source in message.sources:
-            send = local.record.sends.get(source)
+            send = sends.get(source)
             # The starter may have sent the tensor on. Then a shortcut leads here from any worker.
-            if send is None or (send.to.id != line.peer.id and (self._doubts or send.to.id != local.starter)):
+            if send is None or (send.to.id != peer and (self._doubts or send.to.id != local.starter)):
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {line.peer.name!r}")
         if message.shortcuts:
             if self._doubts:
                 raise ProtocolError("gradients with shortcuts, which a federation does not allow")
             local.shortcuts.update((each.source, each) for each in message.shortcuts)
-        local.got_from(line.peer.id)
+        local.got_from(peer)
         if self._observers:
             came = GradientsCame(backward=local.backward.id, peer=line.peer.name, sources=message.sources)
             self._observers.emit(came)
@@ -251,7 +252,6 @@ class Engine(Progress):
                 self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
             else:
                 local.carry(message.consumed, message.emitted)
-        sends = local.record.sends
         on_devices = type(envelope.tensors) is Later
         limit = self.agent.options.message_limit if message.coded else 0
         found = _gradients(message, envelope, lambda source: sends[source].device, limit)
@@ -261,7 +261,7 @@ class Engine(Progress):
             self.agent.devices.streams.leave_word()  # another thread may use them
         if self._doubts:
             found = checked_all(found, lambda source: sends[source].like)
-        components, ask = local.arrive(found, line.peer.id)
+        components, ask = local.arrive(found, peer)
         del found  # so that the pass has the only references, and can store a gradient without a copy
         if self._observers:
             self._observers.emit(Planned(backward=local.backward.id))

@@ -230,7 +230,7 @@ def _first_uses(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     without the GIL. A Function that finds the node created needs nothing else under the lock.
     """
     found = [tensor for tensor in tensors if tensor.is_leaf or (tensor._version and tensor._is_view())]
-    return [each.view_as(each) if each.layout is torch.strided else each.clone() for each in found]
+    return found and [each.view_as(each) if each.layout is torch.strided else each.clone() for each in found]
 
 
 def receive(anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
@@ -253,13 +253,8 @@ def _apart(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """
     if modes.are_on():
         with modes.off():
-            return [_with_node(output) for output in outputs]
-    return [_with_node(output) for output in outputs]
-
-
-def _with_node(output: torch.Tensor) -> torch.Tensor:
-    lifted: torch.Tensor = _apply_item(output, [output.data]) if output.is_complex() else _lift(output)
-    return lifted
+            return _apart(outputs)
+    return [_apply_item(output, [output.data]) if output.is_complex() else _lift(output) for output in outputs]
 
 
 def is_item(node: Any) -> bool:

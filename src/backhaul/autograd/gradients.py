@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -16,6 +16,8 @@ from backhaul.devices.streams import new_baton
 
 Captured = Sequence[torch.Tensor | None]
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+_strided = torch.strided
 
 _LOOK_AGAIN = 0.05
 
@@ -67,14 +69,15 @@ _lending = _Lending()
 def store(into: dict[torch.Tensor, torch.Tensor], leaves: Sequence[torch.Tensor], captured: Captured) -> None:
     """Add the captured gradients of these leaves to ``into``. Not thread-safe: the caller must serialise calls."""
     for place, leaf in enumerate(leaves):
-        ours = _is_ours(captured, place)
+        references = sys.getrefcount(captured[place])
         gradient = captured[place]
         if gradient is None:
             continue
         before = into.get(leaf) if into else None
         if before is None:
+            ours = references <= _REFERENCES and type(gradient) is torch.Tensor and _has_memory_alone(gradient)
             into[leaf] = _laid_out_as(gradient if ours else gradient.clone(), leaf)
-        elif before.layout is not torch.strided:
+        elif before.layout is not _strided:
             into[leaf] = _sum(before, gradient)
         else:
             before += gradient
@@ -150,54 +153,41 @@ def in_place_of_grad(
                 leaf.grad = gradient
 
 
-def _is_ours(captured: Captured, place: int) -> bool:
-    """Whether no other code holds a captured gradient, or a view of its memory."""
-    references = sys.getrefcount(captured[place])
-    gradient = captured[place]
-    if gradient is None or references > _OURS.references or type(gradient) is not torch.Tensor:
-        return False
+def _has_memory_alone(gradient: torch.Tensor) -> bool:
+    """Whether no other tensor shares the memory of a captured gradient."""
     layout = gradient.layout
-    if layout is torch.strided:
+    if layout is _strided:
         users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-        return users <= _OURS.users or (users <= _OURS.users_of_view and _has_base_alone(gradient))
+        if users <= _USERS:
+            return True
+        # It may be a view of a tensor that only the view keeps alive, as the gradient of a `Linear`'s weight is.
+        base = gradient._base
+        return (
+            users <= _USERS_OF_VIEW
+            and base is not None
+            and base._use_count() <= _USERS_OF_BASE  # type: ignore[attr-defined]
+            and sys.getrefcount(base) <= _REFERENCES_TO_BASE
+        )
     if layout is torch.sparse_coo:  # as in torch, views of its parts do not count
         parts = gradient._indices(), gradient._values()
         return gradient._use_count() == 1 and all(part.is_contiguous() for part in parts)  # type: ignore[attr-defined]
     return False
 
 
-def _has_base_alone(gradient: torch.Tensor) -> bool:
-    """Whether this is a view of a tensor that only the view keeps alive, as the gradient of a `Linear`'s weight is."""
-    base = gradient._base
-    if base is None:
-        return False
-    users: int = base._use_count()  # type: ignore[attr-defined]
-    return users <= _OURS.users_of_base and sys.getrefcount(base) <= _OURS.references_to_base
-
-
 def _laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """The gradient in the memory layout of its leaf, which optimizers expect."""
     if (
         type(gradient) is not torch.Tensor
-        or gradient.layout is not torch.strided
-        or leaf.layout is not torch.strided
+        or gradient.layout is not _strided
+        or leaf.layout is not _strided
         or gradient.stride() == leaf.stride()
     ):
         return gradient
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-class _Counts(NamedTuple):
-    """The numbers of references that `_is_ours` finds when no other code holds the gradient."""
-
-    references: int  # to a gradient
-    users: int  # of its memory
-    users_of_view: int  # of its memory, if it is a view
-    users_of_base: int
-    references_to_base: int
-
-
-def _count_ours() -> _Counts:
+def _count() -> tuple[int, int, int, int, int]:
+    """The numbers of references that `store` finds when no other code holds a gradient."""
     captured: Captured = (torch.zeros(1), torch.zeros(2).view(1, 2))
     references = sys.getrefcount(captured[0])
     gradient, view = captured
@@ -205,7 +195,7 @@ def _count_ours() -> _Counts:
     assert view is not None
     base = view._base
     assert base is not None
-    return _Counts(
+    return (
         references,
         torch._C._storage_Use_Count(gradient.untyped_storage()._cdata),
         torch._C._storage_Use_Count(view.untyped_storage()._cdata),
@@ -214,4 +204,5 @@ def _count_ours() -> _Counts:
     )
 
 
-_OURS = _count_ours()
+_REFERENCES, _USERS, _USERS_OF_VIEW, _USERS_OF_BASE, _REFERENCES_TO_BASE = _count()
+"""To a gradient, of its memory, of its memory if it is a view, of the base of a view, and to that base."""

@@ -29,8 +29,10 @@ holds for a run that has not begun because its latest gate has no gradients yet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,8 +54,22 @@ _MOST_NODES = 64
 _ADDED_UP = {torch.strided, torch.sparse_coo}
 """Layouts whose gradients torch adds to an existing ``.grad``."""
 
+_variable = attrgetter("variable")
+
 _LIFT = 1 << ID_BITS
 _COUNT = _LIFT - 1
+
+
+class Reached(NamedTuple):
+    """What a source reaches."""
+
+    leaves: Sequence[Node]
+    recvs: Mapping[Node, Collection[int]]
+    """The Recvs, each with the outputs that are reached."""
+    nodes: frozenset[Node]
+    """All other nodes, without the Send itself: it keeps this, and must not refer to itself."""
+    size: int
+    """The number of nodes, with the Send."""
 
 
 class Component:
@@ -107,7 +123,10 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
     """The components of these sources, each given by its node. Linear in the graph."""
     if len(sources) == 1:
         ((source, start),) = sources.items()
-        return [Component([source], *_walk(start))]
+        return [_alone(source, getattr(start, "reached", None) or _walk(start))]
+    apart = _plan_apart(sources)
+    if apart is not None:
+        return apart
     owner: dict[Node, int] = {}
     leaves: dict[int, dict[Node, None]] = {source: {} for source in sources}
     recvs: dict[Node, set[int]] = {}
@@ -146,11 +165,10 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
         joined = [owner[node] for node in hooked if node in owner]
         for other in joined[1:]:
             groups.join(joined[0], other)
-    averaged: list[int] = []
-    if (is_joint := replicas.is_joint()) is not None:
-        averaged = [source for source, mine in leaves.items() if any(is_joint(leaf.variable) for leaf in mine)]
-        for source in averaged:
-            groups.join(averaged[0], source)
+    joint = set(map(id, replicas.joint_among([leaf.variable for mine in leaves.values() for leaf in mine])))
+    averaged = [source for source, mine in leaves.items() if any(id(leaf.variable) in joint for leaf in mine)]
+    for source in averaged:
+        groups.join(averaged[0], source)
     members = groups.members()
     recvs_of: dict[int, dict[Node, set[int]]] = {first: {} for first in members}
     for node, outputs in recvs.items():
@@ -179,51 +197,117 @@ def as_one(sources: Mapping[int, Node]) -> Component | None:
 
     Use it when all gradients have arrived. The result equals `together` of what `plan` finds, and is quicker.
     """
-    seen: set[Node] = {None}
-    leaves: list[Node] = []
-    recvs: dict[Node, set[int]] = {}
-    stack: list[Iterable[tuple[Node, int]]] = [[(start, 0) for start in sources.values()]]
-    while stack:
-        for node, output in stack.pop():
-            if node not in seen:
-                seen.add(node)
-                kind = type(node)
-                if kind is _AccumulateGrad:
-                    leaves.append(node)
-                elif kind is RecvNode:
-                    recvs[node] = {output}
-                elif len(seen) > SMALL:
-                    return None
-                else:
-                    stack.append(node.next_functions)
-            elif node in recvs:
-                recvs[node].add(output)
-    is_joint = replicas.is_joint()
-    if is_joint is not None and any(is_joint(leaf.variable) for leaf in leaves):
+    starts = sources.values()
+    known: list[Any] = [getattr(start, "reached", None) for start in starts]
+    leaves: Collection[Node]
+    recvs: dict[Node, Any]
+    if all(known):
+        nodes = frozenset().union(*[reached.nodes for reached in known])
+        leaves = {leaf: None for reached in known for leaf in reached.leaves}
+        recvs = _recvs_of(known)
+        size = len(starts) + len(nodes) + len(leaves) + len(recvs)
+        if size > SMALL:
+            return None
+    else:
+        seen: set[Node] = {None, *starts}
+        leaves = []
+        recvs = {}
+        todo = [start.next_functions for start in starts]
+        for edges in todo:  # it grows meanwhile
+            for node, output in edges:
+                if node not in seen:
+                    seen.add(node)
+                    kind = type(node)
+                    if kind is _AccumulateGrad:
+                        leaves.append(node)
+                    elif kind is RecvNode:
+                        recvs[node] = {output}
+                    elif len(seen) > SMALL:
+                        return None
+                    else:
+                        todo.append(node.next_functions)
+                elif node in recvs:
+                    recvs[node].add(output)
+        size = len(seen) - 1
+    if replicas.joint_among(list(map(_variable, leaves))):
         return None
-    return Component(list(sources), leaves, recvs, len(seen) - 1)
+    return Component(list(sources), list(leaves), recvs, size)
 
 
-def _walk(start: Node) -> tuple[list[Node], dict[Node, set[int]], int]:
-    """The leaves and Recvs that one source reaches, and the number of nodes: a quicker `plan` for the usual case."""
-    seen: set[Node] = {None}
+def _recvs_of(known: Iterable[Reached]) -> dict[Node, Collection[int]]:
+    """All Recvs that any of these sources reach, with the outputs that are reached."""
+    found: dict[Node, Collection[int]] = {}
+    for reached in known:
+        recvs = reached.recvs
+        if found and not found.keys().isdisjoint(recvs):
+            recvs = {node: {*found.get(node, ()), *outputs} for node, outputs in recvs.items()}
+        found.update(recvs)
+    return found
+
+
+def _plan_apart(sources: Mapping[int, Node]) -> list[Component] | None:
+    """`plan`, if no two sources need to be run together, and `foresee` has found what each of them reaches.
+
+    None if that is not so. The roots may reach more than `foresee` looks at.
+    """
+    if joint_hooks.are_there():
+        return None
+    look = node_hooks.are_there()
+    seen: set[Node] = set()
+    seen_leaves: set[Node] = set()
+    found: list[Component] = []
+    for source, start in sources.items():
+        reached = getattr(start, "reached", None)
+        if reached is None:
+            if source != ROOT:
+                return None
+            reached = _walk(start)
+        leaves, recvs, nodes, _ = reached  # type: ignore[misc]
+        if not (seen.isdisjoint(nodes) and seen.isdisjoint(recvs)):
+            return None
+        seen.update(nodes, recvs)
+        if leaves:
+            if not seen_leaves.isdisjoint(leaves):
+                for leaf in seen_leaves.intersection(leaves):
+                    if _wants_one_sum(leaf, look):
+                        return None
+            seen_leaves.update(leaves)
+        found.append(_alone(source, reached))
+    return None if replicas.joint_among(list(map(_variable, seen_leaves))) else found
+
+
+def _alone(source: int, reached: Any) -> Component:
+    leaves, recvs, _, size = reached
+    return Component([source], leaves, recvs, size)
+
+
+def _walk(start: Node, most: float = math.inf) -> Reached | None:
+    """What a source reaches. None if it reaches more than ``most`` nodes besides leaves and Recvs."""
     leaves: list[Node] = []
     recvs: dict[Node, set[int]] = {}
-    stack: list[Iterable[tuple[Node, int]]] = [[(start, 0)]]
-    while stack:
-        for node, output in stack.pop():
+    todo: list[Sequence[tuple[Node, int]]] = [((start, 0),)]
+    apart = {None}  # what is no inner node
+    if type(start) is SendNode:
+        apart.add(start)
+        todo = [start.next_functions]
+    seen = set(apart)
+    see, follow = seen.add, todo.append
+    for edges in todo:  # it grows meanwhile
+        for node, output in edges:
             if node not in seen:
-                seen.add(node)
+                see(node)
                 kind = type(node)
                 if kind is _AccumulateGrad:
                     leaves.append(node)
                 elif kind is RecvNode:
                     recvs[node] = {output}
                 else:
-                    stack.append(node.next_functions)
+                    follow(node.next_functions)
             elif node in recvs:
                 recvs[node].add(output)
-    return leaves, recvs, len(seen) - 1
+        if len(todo) > most:
+            return None
+    return Reached(leaves, recvs, frozenset(seen.difference(apart, leaves, recvs)), len(seen) - 1)
 
 
 def reach(starts: Iterable[Node], seen: set[Any]) -> dict[Node, list[int]]:
@@ -246,28 +330,22 @@ def foresee(node: Node) -> tuple[int, ...] | None:
     """The sources, of all workers, that take part in a pass if this Send does; None if that is not known.
 
     What a node depends on never changes. So this is computed when the Send is made, and its receiver need not ask
-    during a pass. Large graphs are not searched: asking costs little compared with running them.
+    during a pass. What the Send reaches is kept for `plan` and `as_one`. Large graphs are not searched: asking costs
+    little compared with running them.
     """
+    reached = node.reached = _walk(node, _MOST_NODES)
+    if reached is None:
+        return None
     found: set[int] = set()
-    seen: set[Any] = {None}
-    stack: list[Iterable[tuple[Node, int]]] = [node.next_functions]
-    while stack:
-        for node, output in stack.pop():
-            if type(node) is RecvNode:
-                recv: Recv = node.recv
-                if recv.reach is None:
-                    return None
-                found.add(recv.message + output)
-                if recv.reach:
-                    found.update(recv.reach[output])
-                if len(found) > MOST_FORESEEN:
-                    return None
-            elif node not in seen:
-                seen.add(node)
-                if len(seen) > _MOST_NODES:
-                    return None
-                stack.append(node.next_functions)
-    return tuple(found)
+    for each, outputs in reached.recvs.items():
+        recv: Recv = each.recv
+        if recv.reach is None:
+            return None
+        for output in outputs:
+            found.add(recv.message + output)
+            if recv.reach:
+                found.update(recv.reach[output])
+    return None if len(found) > MOST_FORESEEN else tuple(found)
 
 
 def put_gates_last(component: Component) -> None:

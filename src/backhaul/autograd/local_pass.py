@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import nlargest
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from backhaul.autograd import joint_hooks
 from backhaul.autograd.contexts import Record
 from backhaul.autograd.functions import ROOT, Recv, nothing_on, passes_on, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
-from backhaul.autograd.schedule import Schedule, Source
+from backhaul.autograd.schedule import Candidate, Schedule, Source
 from backhaul.devices.streams import use
 from backhaul.errors import ContextError, RpcTimeoutError, fresh, kept
 from backhaul.ids import WorkerInfo
@@ -52,6 +53,18 @@ def _here(gradients: Gradients, agent: Agent) -> Gradients:
 class LocalPass:
     """One worker's part of a pass. Thread-safe."""
 
+    deadline = math.inf
+    check_every = math.inf
+    round = 0
+    listener: Listener | None = None
+    """The thread of `backward`, at the worker that started the pass, when it has begun to listen."""
+    _changed: threading.Condition | None = None  # made when a thread first waits
+    # Guarded by _lock:
+    _schedule: Schedule | None = None
+    _carried: tuple[list[int], list[int]] | None = None  # what other workers have consumed and emitted
+    _asked = False
+    _error: BaseException | None = None
+
     def __init__(
         self, backward: Pass, record: Record, root: torch.Tensor | None = None, charges: Charges | None = None
     ) -> None:
@@ -65,24 +78,14 @@ class LocalPass:
         self._root = root
         self.filled: list[torch.Tensor] = []
         """The leaves of this worker whose ``.grad`` the pass has changed; filled only if there are GPUs."""
-        self.deadline = math.inf
-        self.check_every = math.inf
         self._lock = threading.Lock()
-        self._changed: threading.Condition | None = None  # made when a thread first waits
         # Guarded by _lock:
-        self._schedule: Schedule | None = None
         self._charged = None if charges is None else Box(charges)
         # Gradients that have arrived and are not consumed yet:
         self._box: dict[int, Gradients] = {} if self._charged is None else self._charged
         self._waiting: dict[int, int] = {}  # sources that gates wait for -> the rank that will send their gradients
         self._gave_to: set[int] = set()  # ranks to which this worker has given work of this pass
         self._got_from: set[int] = set()  # ranks that have given work of this pass to this worker
-        self._carried: tuple[list[int], list[int]] | None = None  # what other workers have consumed and emitted
-        self._asked = False
-        self._error: BaseException | None = None
-        self.round = 0
-        self.listener: Listener | None = None
-        """The thread of `backward`, at the worker that started the pass, when it has begun to listen."""
         self.shortcuts: dict[int, Shortcut] = {}
         """The shortcuts that this worker knows and has not used, by source."""
         self._passed: dict[int, int] = {}  # at the starter: the destination of a shortcut -> its source
@@ -98,14 +101,18 @@ class LocalPass:
             if self._charged is not None and peer is not None:
                 self._charged.charge(gradients, peer)
             self._box.update(gradients)
-            schedule = self._planned()
-            self._revive(schedule, gradients)
+            schedule = self._schedule or self._plan()
+            if not schedule.sources >= gradients.keys():
+                self._revive(schedule, gradients)
             components = schedule.arrive(gradients, self._source)
             for component in components:
-                self._prepare(component, schedule)
+                if len(component.sources) > 1:
+                    self._prepare(component, schedule)
             ask = schedule.must_resolve and not self._asked
-            self._asked = self._asked or ask
-            self._notify()
+            if ask:
+                self._asked = True
+            if self._changed is not None or self._waiting:
+                self._notify()
         return components, ask
 
     def _revive(self, schedule: Schedule, sources: Iterable[int]) -> None:
@@ -114,24 +121,28 @@ class LocalPass:
         Torch allows such a pass if the first one had nothing to free.
         """
         unspent = self.record.unspent
+        known = schedule.sources
         for source in sources:
-            if source not in schedule and source not in unspent:
-                sends = list(self.record.sends.items())
-                schedule.revive({source: Source(send.node, send.message) for source, send in sends})
+            if source not in known and source not in unspent:
+                schedule.revive(dict(self.record.sends))
                 return
 
     def _prepare(self, component: Component, schedule: Schedule) -> None:
-        if len(component.sources) > 1:
-            component.waits = component.in_order or schedule.waits(component)
-            if component.waits:
-                put_gates_last(component)
-            component.nodes = ()
+        """Decide whether a component of several sources waits."""
+        component.waits = component.in_order or schedule.waits(component)
+        if component.waits:
+            put_gates_last(component)
+        component.nodes = ()
 
-    def _source(self, source: int) -> Source:
+    def _source(self, source: int) -> Candidate:
         if source == ROOT:
             return Source(self.output(ROOT).grad_fn, ROOT)
-        send = self.record.sends[source]
-        return Source(send.node, send.message)
+        return self.record.sends[source]
+
+    def _edges(self, source: int) -> Sequence[tuple[Any, int]]:
+        """The edges of a source to what its gradients are for."""
+        node: Any = self.output(ROOT).grad_fn if source == ROOT else self.record.sends[source].node
+        return node.next_functions  # type: ignore[no-any-return]
 
     def output(self, source: int) -> torch.Tensor:
         """The dummy output of a source."""
@@ -139,22 +150,27 @@ class LocalPass:
             return self._root
         return self.record.sends[source].output
 
-    def passed_on(self, component: Component) -> torch.Tensor | None:
-        """Take the gradient of a component that is just a received tensor, sent on unchanged. It goes back unchanged.
+    def passed_on(self, component: Component) -> list[tuple[Recv, torch.Tensor]] | None:
+        """Take the gradients of a component that is just received tensors, sent on unchanged. They go back unchanged.
 
-        Returns None if torch's engine must run, for example for a hook.
+        There must be as many Recvs as sources. Returns None if torch's engine must run, for example for a hook.
         """
-        (source,) = component.sources
-        (node,) = component.recvs
+        found: list[tuple[Recv, torch.Tensor]] = []
+        box = self._box
         with self._lock:
-            found = self._box.get(source)
-            if found is None or len(found) != 1 or found[0] is None:
-                return None
-            edges = self._source(source).node.next_functions
-            if len(edges) != 1 or edges[0][0] is not node or not passes_on(node):
-                return None
-            del self._box[source]
-            return found[0]
+            for source in component.sources:
+                gradients = box.get(source, ())
+                edges = self._edges(source)
+                if len(gradients) != 1 or gradients[0] is None or len(edges) != 1:
+                    return None
+                node = edges[0][0]
+                # Each source leads to a Recv, and all Recvs are reached, so no two sources lead to the same one.
+                if node not in component.recvs or not passes_on(node):
+                    return None
+                found.append((node.recv, gradients[0]))
+            for source in component.sources:
+                del box[source]
+        return found
 
     def find_shortcuts(self, me: int) -> None:
         """At the starter: find the tensors that were sent on unchanged, and the workers that can get their gradients.
@@ -229,22 +245,21 @@ class LocalPass:
         """
         sources = component.sources
         if not component.waits and not joint_hooks.are_there():
+            box = self._box
             with self._lock:
-                if len(sources) == 1 and sources[0] in self._box:
-                    found = self._box[sources[0]]
-                    edges = self._source(sources[0]).node.next_functions
-                    if len(found) == 1 and found[0] is not None:
-                        del self._box[sources[0]]
-                        return (GradientEdge(*edges[0]),), (found[0],)
                 if self._error is not None:
                     raise fresh(self._error)
-                given = [gradient for source in sources for gradient in self._box[source]]
-                values = [gradient for gradient in given if gradient is not None]
-                if len(values) == len(given):
+                if len(sources) == 1:
+                    values = box[sources[0]]
+                    edges = self._edges(sources[0])
+                else:
+                    values = [gradient for source in sources for gradient in box[source]]
+                    edges = [edge for source in sources for edge in self._edges(source)]
+                # `in` would compare tensors by value.
+                if not any(gradient is None for gradient in values):
                     for source in sources:
-                        del self._box[source]
-                    edges = [edge for source in sources for edge in self._source(source).node.next_functions]
-                    return tuple(GradientEdge(*edge) for edge in edges), tuple(values)
+                        del box[source]
+                    return tuple(starmap(GradientEdge, edges)), tuple(values)  # type: ignore[arg-type]
         outputs = tuple(map(self.output, sources))
         return outputs, tuple(nothing_on(output.device) for output in outputs)
 
@@ -253,7 +268,7 @@ class LocalPass:
         with self._lock:
             if self._error is not None:
                 return {}
-            schedule = self._planned()
+            schedule = self._schedule or self._plan()
             self._revive(schedule, sources)
             return schedule.take_part(sources)
 
@@ -262,10 +277,11 @@ class LocalPass:
         with self._lock:
             if self._error is not None:
                 return []
-            schedule = self._planned()
+            schedule = self._schedule or self._plan()
             components = schedule.resolve()
             for component in components:
-                self._prepare(component, schedule)
+                if len(component.sources) > 1:
+                    self._prepare(component, schedule)
             return components
 
     def take(self, source: int, agent: Agent, check: Callable[[], None]) -> Gradients:
@@ -345,6 +361,8 @@ class LocalPass:
 
     def giving_to(self, rank: int) -> None:
         """Note that this worker is about to give work of this pass to another. Raises what the pass has failed with."""
+        if rank in self._gave_to and self._error is None:
+            return
         with self._lock:
             if self._error is not None:
                 raise fresh(self._error)
@@ -431,10 +449,9 @@ class LocalPass:
         with self._lock:
             return list(self._waiting)
 
-    def _planned(self) -> Schedule:
-        if self._schedule is None:
-            sources = {source: Source(send.node, send.message) for source, send in list(self.record.unspent.items())}
-            if self._root is not None:
-                sources[ROOT] = self._source(ROOT)
-            self._schedule = Schedule(sources)
+    def _plan(self) -> Schedule:
+        sources: dict[int, Candidate] = dict(self.record.unspent)
+        if self._root is not None:
+            sources[ROOT] = self._source(ROOT)
+        self._schedule = Schedule(sources)
         return self._schedule

@@ -128,7 +128,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> N
         params = [each for group in optimizer.param_groups for each in group["params"]]
         if any(not isinstance(each, torch.Tensor) or each.grad is not None for each in params):
             return
-        if not record.gradients.keys().isdisjoint(params):
+        with record.lock:
+            would_change_nothing = not record.gradients.keys().isdisjoint(params)
+        if would_change_nothing:
             raise MisuseError(
                 f"{type(optimizer).__name__}.step() would change nothing: no parameter has a .grad, and the gradients "
                 "of the backward pass are in the open autograd context. Use backhaul.optim.DistributedOptimizer and "

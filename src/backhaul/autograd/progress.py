@@ -21,14 +21,14 @@ import msgspec
 import torch
 
 from backhaul.agent.agent import Agent
-from backhaul.agent.observing import GradientsSent, RunBegan, RunEnded
+from backhaul.agent.observing import RunBegan, RunEnded
 from backhaul.autograd import functions
 from backhaul.autograd.contexts import Contexts, gone
 from backhaul.autograd.failures import Failures
 from backhaul.autograd.functions import ROOT, Recv
 from backhaul.autograd.graph import Component
 from backhaul.autograd.local_pass import LocalPass
-from backhaul.autograd.run import EngineRun, Mine, Outcome, Parcel
+from backhaul.autograd.run import EngineRun, Mine, Outcome, Parcel, send_parcel
 from backhaul.autograd.runner import Runner
 from backhaul.autograd.started_pass import StartedPass
 from backhaul.errors import BackhaulError, ContextError
@@ -57,6 +57,8 @@ class Progress:
         devices = self.agent.devices
         if devices is None:
             self._run_and_report(local, component)
+            if local.record.has_left:
+                self._runner.settle(local)
             return
         listener = local.listener
         if listener is None or not listener.is_mine():
@@ -92,14 +94,11 @@ class Progress:
             return
         if self.agent.devices is not None:
             self.agent.devices.streams.catch_up()  # torch ran the Recvs on the streams of their forward pass
-        if local.starter == self._me.id:
-            message = late.message(local.backward)
-        else:
-            message = late.message(local.backward, tuple(consumed), tuple(emitted))
-        if self._observers:
-            self._observers.emit(GradientsSent(backward=local.backward.id, peer=late.to.name, sources=message.sources))
         try:
-            self.send(local, late.to.id, message, late.tensors)
+            if local.starter == self._me.id:
+                send_parcel(self, self._observers, local, late)
+            else:
+                send_parcel(self, self._observers, local, late, consumed, emitted)
         except BackhaulError as error:
             self.fail(local, error)
         else:

@@ -10,7 +10,7 @@ take part in a pass. In a federation it does not: peers do not learn how others 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -85,8 +85,11 @@ class Recorder:
         places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
         if not places:
             raise ProtocolError(f"message {mark.message} is marked as recorded, but no tensor of it requires grad")
+        outputs = self._receive(mark, _separate(tensors, places), sender)
+        if len(places) == len(tensors):
+            return outputs
         result = list(tensors)
-        for place, output in zip(places, self._receive(mark, _separate(tensors, places), sender), strict=True):
+        for place, output in zip(places, outputs, strict=True):
             result[place] = output
         return result
 
@@ -94,14 +97,15 @@ class Recorder:
         reach = mark.reach if self._tells else None
         if reach and len(reach) != len(tensors):
             raise ProtocolError(f"message {mark.message} has {len(tensors)} recorded tensors, but lists {len(reach)}")
-        node, outputs = receive(self._anchor, Recv(mark.context, mark.message, sender, reach), tensors)
+        message, context = mark.message, mark.context
+        node, outputs = receive(self._anchor, Recv(context, message, sender, reach), tensors)
         # The tensors get a Recv even after the context's end: the values are good, and a backward pass raises an error
         # that explains it.
-        record = self._contexts.join(mark.context, sender)
+        record = self._contexts.join(context, sender)
         if record is not None:
             if record.limit is not None:
                 record.require_room(len(record.recvs) + 1)
-            record.recvs[mark.message] = node
+            record.recvs[message] = node
         return outputs
 
     def enter(self, mark: Mark, sender: WorkerInfo) -> None:
@@ -115,28 +119,29 @@ class Recorder:
         if record.limit is not None:
             record.require_room(len(record.sends) + len(recorded))
         record.told.add(to.id)
-        message = self._contexts.new_id(len(recorded))
-        sends = [
-            Send(message, to, send(source, [tensor]), tensor.device, None if self._tells else like(tensor))
-            for source, tensor in enumerate(recorded, message)
-        ]
-        for source, made in enumerate(sends, message):
-            record.add(source, made)
-        return Mark(record.id, message, True, self._foreseen(record, sends)), tensors
+        message = source = self._contexts.new_id(len(recorded))
+        sends: dict[int, Send] = {}
+        for tensor in recorded:
+            output = send(source, [tensor])
+            properties = None if self._tells else like(tensor)
+            sends[source] = Send(message, to, output.grad_fn, output, tensor.device, properties)
+            source += 1
+        record.add(sends)
+        reach: Reach | None = None
+        if self._tells:
+            reach = _foreseen(sends.values()) if record.recvs else ()
+        return Mark(record.id, message, True, reach), tensors
 
-    def _foreseen(self, record: Record, sends: Sequence[Send]) -> Reach | None:
-        """The sources on which these Sends depend; None if that is not known."""
-        if not self._tells:
+
+def _foreseen(sends: Iterable[Send]) -> Reach | None:
+    """The sources on which these Sends depend; None if that is not known."""
+    found: list[tuple[int, ...]] = []
+    for each in sends:
+        sources = foresee(each.node)
+        if sources is None:
             return None
-        if not record.recvs:
-            return ()
-        found: list[tuple[int, ...]] = []
-        for each in sends:
-            sources = foresee(each.node)
-            if sources is None:
-                return None
-            found.append(sources)
-        return tuple(found) if any(found) else ()
+        found.append(sources)
+    return tuple(found) if any(found) else ()
 
 
 def _without_history(mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
@@ -158,9 +163,9 @@ def _separate(tensors: Tensors, places: list[int]) -> list[torch.Tensor]:
 
     Autograd would not know that they share memory, and an in-place operation on one would spoil the other's gradient.
     """
-    found = [tensors[place] for place in places]
+    found = tensors if len(places) == len(tensors) else [tensors[place] for place in places]
     if len(tensors) > 1:
-        storages = [_storage(tensor) for tensor in tensors]
+        storages = [tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
         if len(set(storages)) < len(storages):
             times = Counter(storages)
             found = [
@@ -168,7 +173,3 @@ def _separate(tensors: Tensors, places: list[int]) -> list[torch.Tensor]:
                 for place, tensor in zip(places, found, strict=True)
             ]
     return [tensor.data for tensor in found]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

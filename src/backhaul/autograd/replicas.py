@@ -22,7 +22,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -141,6 +141,7 @@ class Sharded:
 
 
 _NONE: Mapping[int, Sequence[Replica]] = {}
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class Replicas:
@@ -195,16 +196,16 @@ class Replicas:
             return []
         return list(dict.fromkeys(replica for leaf in leaves for replica in by_leaf.get(id(leaf), ())))
 
-    def is_joint(self) -> Callable[[torch.Tensor], bool] | None:
-        """A test whether several processes compute the gradient of a leaf together; None if there is no such leaf.
+    def joint_among(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Those of these leaves whose gradients several processes compute together.
 
-        Such leaves are those of replicas, and `DTensor`s, which tensor parallelism makes.
+        They are the leaves of replicas, and `DTensor`s, which tensor parallelism makes.
         """
+        if not self._any and not _some_composed and _PLAIN.issuperset(map(type, leaves)):
+            return ()
         by_leaf = self.by_leaf()
-        tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-        if tensor is None:
-            return (lambda leaf: id(leaf) in by_leaf) if by_leaf else None
-        return lambda leaf: isinstance(leaf, tensor) or id(leaf) in by_leaf
+        tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+        return [leaf for leaf in leaves if id(leaf) in by_leaf or isinstance(leaf, tensor)]
 
 
 def _list(replica: Replica, by_leaf: dict[int, list[Replica]]) -> None:

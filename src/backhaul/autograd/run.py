@@ -21,13 +21,14 @@ from __future__ import annotations
 import threading
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from backhaul.agent.agent import Agent
-from backhaul.agent.observing import GradientsSent, RecvReached
+from backhaul.agent.observing import GradientsSent, Observers, RecvReached
 from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import SMALL, Component
 from backhaul.autograd.local_pass import LocalPass
@@ -38,6 +39,8 @@ from backhaul.wire.subclasses import plain
 
 _MAX_HELD_BYTES = 64 * 1024
 _SMALL = 8 * 1024
+_strided = torch.strided
+_NO_SHORTCUTS: dict[Any, Any] = {}
 
 
 Mine = dict[int, tuple[torch.Tensor | None]]
@@ -57,20 +60,46 @@ class Parcel:
         self.shortcuts: tuple[Shortcut, ...] = ()
         self.nbytes = 0
 
+    def add_all(self, first: int, outputs: Collection[int], gradients: Sequence[torch.Tensor | None]) -> Sequence[int]:
+        """Add the gradients of these outputs of a Recv, whose first tensor is ``first``. Returns their sources."""
+        if len(gradients) == 1:
+            self.add(first, gradients[0])
+            return (first,)
+        for output in sorted(outputs):
+            self.add(first + output, gradients[output])
+        return [first + output for output in sorted(outputs)]
+
     def add(self, source: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
             if type(gradient) is not torch.Tensor:
                 gradient = plain(gradient)
-            if gradient.layout is torch.strided and not gradient.is_contiguous() and gradient.nbytes <= _SMALL:
-                # The gradient of a sum, for example, is one expanded number. Describing its strides costs more.
-                gradient = gradient.contiguous()
+            if gradient.layout is _strided:
+                size = gradient.nbytes
+                if size <= _SMALL and not gradient.is_contiguous():
+                    # The gradient of a sum, for example, is one expanded number. Describing its strides costs more.
+                    gradient = gradient.contiguous()
+                self.nbytes += size
             self.present.append(len(self.sources))
             self.tensors.append(gradient)
-            self.nbytes += gradient.nbytes if gradient.layout is torch.strided else 0
         self.sources.append(source)
 
     def message(self, backward: Pass, consumed: tuple[int, ...] = (), emitted: tuple[int, ...] = ()) -> Gradients:
         return Gradients(backward, tuple(self.sources), tuple(self.present), consumed, emitted, (), self.shortcuts)
+
+
+class _Held:
+    """The gradients that a run with several Recvs holds back."""
+
+    __slots__ = ("left", "lock", "most", "parcels")
+
+    def __init__(self, left: dict[int, int], most: int) -> None:
+        self.lock = threading.Lock()
+        # Guarded by `lock`:
+        self.left = left
+        """The number of Recvs that are not reached yet, by the rank that gets their gradients."""
+        self.parcels: dict[int, Parcel] = {}
+        self.most = most
+        """A parcel with more bytes is not held."""
 
 
 class Outcome(NamedTuple):
@@ -121,22 +150,42 @@ class Protocol(typing.Protocol):
         """Fail the pass."""
 
 
+def send_parcel(
+    protocol: Protocol,
+    observers: Observers,
+    local: LocalPass,
+    parcel: Parcel,
+    consumed: Sequence[int] = (),
+    emitted: Sequence[int] = (),
+) -> None:
+    """Send gradients, with the report of their run if it is given."""
+    message = parcel.message(local.backward, tuple(consumed), tuple(emitted))
+    if observers:
+        observers.emit(GradientsSent(backward=local.backward.id, peer=parcel.to.name, sources=message.sources))
+    protocol.send(local, parcel.to.id, message, parcel.tensors)
+
+
 class EngineRun:
     """See the module's docstring."""
+
+    ticks = 0
+    """How many ticks of the watch thread have found gradients held."""
+    _late: Parcel | None = None
+    _mine: Mine | None = None
+    _held: _Held | None = None
 
     def __init__(
         self,
         agent: Agent,
         local: LocalPass,
         component: Component,
-        *,
         protocol: Protocol,
         held: Callable[[EngineRun], None],
-        hold: bool = True,
-        waits: bool = False,
+        *,
+        joint: bool = False,
         carried: bool = True,
     ) -> None:
-        """``waits``: this run may wait for something that depends on its own gradients.
+        """``joint``: at its end the run may wait for other processes.
 
         ``carried``: other workers than the starter may be given the report of this run.
         """
@@ -146,35 +195,25 @@ class EngineRun:
         self.thread = threading.get_ident()
         self.began = time.monotonic()
         self.emitted: list[int] = []
-        self.ticks = 0
-        """How many ticks of the watch thread have found gradients held."""
         self._agent = agent
         self._protocol = protocol
         self._on_held = held
-        self._waits = waits
-        self._late: Parcel | None = None
-        self._mine: Mine = {}
-        self._max_held = _MAX_HELD_BYTES if hold else -1
-        self._recvs = dict(component.recvs)  # those that the run has not reached yet
-        self._is_alone = len(self._recvs) == 1
-        self._rides = hold and not component.waits and component.size <= SMALL
+        waits = component.waits
+        self._waits = joint or waits
+        """Whether this run may wait for something that depends on its own gradients."""
+        recvs = component.recvs
+        self._recvs = dict(recvs)  # those that the run has not reached yet
+        self._rides = not joint and not waits and component.size <= SMALL
         self._carried = carried
-        self._lock = threading.Lock()
-        # Guarded by _lock:
-        self._left: dict[int, int] = {}  # the number of Recvs not reached yet, by the rank that gets their gradients
-        self._parcels: dict[int, Parcel] = {}
-        self._to: dict[Any, tuple[WorkerInfo | None, int]] = {}  # if there are shortcuts, the `destination` of Recvs
-        if local.shortcuts:
-            for node in component.recvs:
-                self._to[node] = destination(agent, local, node.recv)
-        if not self._is_alone:
-            for node in component.recvs:
-                to = self._to[node][0] if self._to else node.recv.sender
-                if to is not None:
-                    self._left[to.id] = self._left.get(to.id, 0) + 1
+        self._to: dict[Any, tuple[WorkerInfo | None, int]] = (
+            {node: destination(agent, local, node.recv) for node in recvs} if local.shortcuts else _NO_SHORTCUTS
+        )
+        if len(recvs) > 1:
+            to = [self._to[node][0] if self._to else node.recv.sender for node in recvs]
+            self._held = _Held(Counter(each.id for each in to if each is not None), -1 if joint else _MAX_HELD_BYTES)
 
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
-        if self._parcels and not self.local.has(source):
+        if self._held is not None and not self.local.has(source):
             self.flush()
         return self.local.take(source, self._agent, lambda: self._protocol.check(self.local))
 
@@ -195,30 +234,27 @@ class EngineRun:
         if to is None:
             self._keep(first, gradients[0])
             return
-        rank = to.id
-        self.local.giving_to(rank)
-        if self._is_alone:
+        self.local.giving_to(to.id)
+        held = self._held
+        if held is None:
             parcel = Parcel(to)
-            for output in sorted(outputs):
-                parcel.add(first + output, gradients[output])
+            parcel.add_all(first, outputs, gradients)
             self.emitted += parcel.sources
             self._note_streams()
             self._post(parcel, recv)
             return
-        with self._lock:
-            held = self._parcels.get(rank)
-            parcel = held or self._parcels.setdefault(rank, Parcel(to))
-            for output in sorted(outputs):
-                parcel.add(first + output, gradients[output])
-                self.emitted.append(first + output)
+        with held.lock:
+            before = held.parcels.get(to.id)
+            parcel = before or held.parcels.setdefault(to.id, Parcel(to))
+            self.emitted += parcel.add_all(first, outputs, gradients)
             self._note_streams()
-            self._left[rank] -= 1
-            full = not self._left[rank] or parcel.nbytes > self._max_held
+            held.left[to.id] -= 1
+            full = not held.left[to.id] or parcel.nbytes > held.most
             if full:
-                del self._parcels[rank]
+                del held.parcels[to.id]
         if full:
             self._post(parcel)
-        elif held is None:
+        elif before is None:
             self._on_held(self)
 
     def _note_streams(self) -> None:
@@ -228,7 +264,10 @@ class EngineRun:
 
     def _keep(self, source: int, gradient: torch.Tensor | None) -> None:
         """Keep a gradient for this worker. It is a copy, as if it had come in a message."""
-        kept = None if gradient is None else plain(gradient).clone()
+        if gradient is None or type(gradient) is torch.Tensor:
+            kept = None if gradient is None else gradient.clone()
+        else:
+            kept = plain(gradient).clone()
         self.emitted.append(source)
         if self._agent.devices is not None:
             if kept is not None:  # the tensor may have come back to a device other than the one it left
@@ -236,6 +275,8 @@ class EngineRun:
             self._agent.devices.streams.leave_word()
         if self._waits:
             self._protocol.hand_over(self.local, {source: (kept,)})
+        elif self._mine is None:
+            self._mine = {source: (kept,)}
         else:
             self._mine[source] = (kept,)
 
@@ -245,10 +286,11 @@ class EngineRun:
 
     def flush(self) -> None:
         """Send the held gradients."""
-        if not self._parcels:
+        held = self._held
+        if held is None or not held.parcels:
             return
-        with self._lock:
-            parcels, self._parcels = self._parcels, {}
+        with held.lock:
+            parcels, held.parcels = held.parcels, {}
         for parcel in parcels.values():
             self._post(parcel)
 
@@ -261,11 +303,7 @@ class EngineRun:
             parcel.shortcuts = self.local.onward(self.sources[0], recv)
         rides = self._rides and not self._recvs and not self._mine and parcel.nbytes <= _MAX_HELD_BYTES
         # A single gradient leaves for the starter at once, so that the rest of this run and the starter's work overlap.
-        if rides and (not self._is_alone if to_starter else self._carried):
+        if rides and (self._held is not None if to_starter else self._carried):
             self._late = parcel
             return
-        message = parcel.message(self.local.backward)
-        if self._agent.observers:
-            sent = GradientsSent(backward=self.local.backward.id, peer=parcel.to.name, sources=message.sources)
-            self._agent.observers.emit(sent)
-        self._protocol.send(self.local, parcel.to.id, message, parcel.tensors)
+        send_parcel(self._protocol, self._agent.observers, self.local, parcel)

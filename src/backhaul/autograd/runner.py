@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -16,15 +17,17 @@ from backhaul.agent.agent import Agent
 from backhaul.agent.observing import RecvReached, Stored, TorchBegan, TorchEnded
 from backhaul.autograd import functions, gradients, joint_hooks, node_hooks
 from backhaul.autograd.contexts import current_context
-from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import Component
 from backhaul.autograd.local_pass import LocalPass, Starts
 from backhaul.autograd.replicas import Replica, replicas
-from backhaul.autograd.run import EngineRun, Outcome, Parcel, Protocol, destination
+from backhaul.autograd.run import EngineRun, Mine, Outcome, Parcel, Protocol, destination, send_parcel
 from backhaul.devices.streams import use
-from backhaul.eager import without_compiled_autograd
+from backhaul.eager import compiles_autograd, without_compiled_autograd
 from backhaul.errors import BackhaulError
 
+_variable = attrgetter("variable")
+_hooks_after = attrgetter("_post_accumulate_grad_hooks")
+_has_gpus: Callable[[], bool] = torch.cuda.is_initialized
 _run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -60,14 +63,13 @@ class Runner:
 
     def run(self, local: LocalPass, component: Component) -> Outcome:
         """Run a component. Raises what a backward function or a hook raises, and what the pass has failed with."""
-        if len(component.sources) == len(component.recvs) == 1 and not component.leaves and not component.waits:
+        if not component.leaves and len(component.sources) == len(component.recvs) and not component.waits:
             passed_on = self._pass_on(local, component)
             if passed_on is not None:
                 return passed_on
-        leaves = [leaf.variable for leaf in component.leaves]
-        averaged = replicas.of(leaves)
-        is_joint = replicas.is_joint()
-        joint = is_joint is not None and any(map(is_joint, leaves))
+        leaves = list(map(_variable, component.leaves))
+        joint = bool(replicas.joint_among(leaves))
+        averaged = replicas.of(leaves) if joint else ()
         in_grad = (
             averaged
             or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
@@ -90,10 +92,9 @@ class Runner:
             self._agent,
             local,
             component,
-            protocol=self._protocol,
-            held=self._held,
-            waits=joint or component.waits,
-            hold=not joint,
+            self._protocol,
+            self._held,
+            joint=joint,
             carried=self._believes and local.starter != self._agent.me.id,
         )
         self._runs.add(run)
@@ -124,26 +125,39 @@ class Runner:
         return run.outcome
 
     def _pass_on(self, local: LocalPass, component: Component) -> Outcome | None:
-        """Send the gradient of a tensor that was sent on unchanged back. Returns None if torch must run."""
+        """Send the gradients of tensors that were sent on unchanged back. Returns None if torch must run."""
         if not self._believes or node_hooks.are_there():
             return None
-        gradient = local.passed_on(component)
-        if gradient is None:
+        passed = local.passed_on(component)
+        if passed is None:
             return None
-        (node,) = component.recvs
-        recv: Recv = node.recv
-        self._protocol.require(local, recv)
-        to, source = destination(self._agent, local, recv) if local.shortcuts else (recv.sender, recv.message)
-        if to is None:
-            return Outcome((source,), None, {source: (gradient,)})
-        local.giving_to(to.id)
-        parcel = Parcel(to)
-        parcel.add(source, gradient)
-        if to.id != local.starter and local.shortcuts:
-            parcel.shortcuts = local.onward(component.sources[0], recv)
-        if self._observers:
-            self._observers.emit(RecvReached(backward=local.backward.id, peer=recv.sender.name))
-        return Outcome(parcel.sources, parcel)
+        parcels: dict[int, Parcel] = {}
+        mine: Mine = {}
+        emitted: list[int] = []
+        parcel: Parcel | None = None
+        for recv, gradient in passed:
+            self._protocol.require(local, recv)
+            to, source = destination(self._agent, local, recv) if local.shortcuts else (recv.sender, recv.message)
+            emitted.append(source)
+            if to is None:
+                mine[source] = (gradient,)
+                continue
+            if self._observers:
+                self._observers.emit(RecvReached(backward=local.backward.id, peer=recv.sender.name))
+            parcel = parcels.get(to.id)
+            if parcel is None:
+                local.giving_to(to.id)
+                parcel = parcels[to.id] = Parcel(to)
+                if local.shortcuts and to.id != local.starter:
+                    parcel.shortcuts = local.onward(component.sources[0], recv if len(passed) == 1 else None)
+            parcel.add(source, gradient)
+        if len(parcels) == 1 and not mine:
+            return Outcome(emitted, parcel)  # it takes the report along
+        if parcels and self._agent.devices is not None:
+            self._agent.devices.streams.catch_up()
+        for parcel in parcels.values():
+            send_parcel(self._protocol, self._observers, local, parcel)
+        return Outcome(emitted, None, mine)
 
     def _run_engine(
         self, local: LocalPass, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
@@ -155,16 +169,17 @@ class Runner:
         try:
             if self._agent.devices is not None:
                 use(values)
-            with on_one_thread(), without_compiled_autograd():
-                return _run_backward(
-                    edges, values, local.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
-                )
+            retain_graph = local.backward.retain_graph
+            if _has_gpus() or compiles_autograd():
+                with on_one_thread(), without_compiled_autograd():
+                    return _run_backward(edges, values, retain_graph, False, inputs, True, accumulate_grad=not inputs)
+            return _run_backward(edges, values, retain_graph, False, inputs, True, accumulate_grad=not inputs)
         finally:
             if self._observers:
                 self._observers.emit(TorchEnded(backward=local.backward.id))
 
     def _run_in_grad(
-        self, local: LocalPass, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
+        self, local: LocalPass, component: Component, leaves: list[torch.Tensor], averaged: Sequence[Replica]
     ) -> None:
         """Run a component so that gradients go into ``.grad``, where hooks or replicas expect them; then store them.
 
@@ -230,7 +245,11 @@ class Runner:
             self._protocol.fail(run.local, error)
 
     def _store(self, local: LocalPass, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
-        if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
+        """Put the gradients of a run into the context.
+
+        If other workers wait for the report, which follows, they are only left there: see `settle`.
+        """
+        if any(map(_hooks_after, leaves)):
             captured = gradients.run_hooks(leaves, captured, local.require_going)
         record = local.record
         streams = None if self._agent.devices is None else self._agent.devices.streams
@@ -238,11 +257,22 @@ class Runner:
             use([gradient for gradient in captured if gradient is not None])
         with record.lock:
             if not record.over and not local.failed:
+                if streams is None and local.starter != self._agent.me.id:
+                    record.leave(leaves, captured)
+                    return
                 if streams is not None:
                     streams.catch_up()  # another thread may have added to a gradient since this run began
                 gradients.store(record.gradients, leaves, captured)
                 if streams is not None:
                     streams.leave_word()
+        if self._observers:
+            self._observers.emit(Stored(backward=local.backward.id))
+
+    def settle(self, local: LocalPass) -> None:
+        """Store the gradients that runs have left."""
+        record = local.record
+        with record.lock:
+            record.gradients  # noqa: B018 this stores them
         if self._observers:
             self._observers.emit(Stored(backward=local.backward.id))
 

@@ -13,8 +13,8 @@ The starter of a pass need not ask if the messages that the roots depend on say 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,8 +22,18 @@ from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import SMALL, Component, Node, as_one, plan, reach, together
 
 
+class Candidate(Protocol):
+    """A Send, as far as it matters here."""
+
+    @property
+    def node(self) -> Node: ...
+    @property
+    def message(self) -> int:
+        """The message in which its tensor was sent."""
+
+
 class Source(msgspec.Struct, frozen=True, eq=False):
-    """A candidate: its node, and the message in which its tensor was sent."""
+    """A candidate that is just that, such as the one for the roots."""
 
     node: Node
     message: int
@@ -35,7 +45,7 @@ class Schedule:
     ``sources`` are the candidates.
     """
 
-    def __init__(self, sources: Mapping[int, Source]) -> None:
+    def __init__(self, sources: Mapping[int, Candidate]) -> None:
         self._sources = dict(sources)
         self._arrived: set[int] = set()
         self._messages: set[int] = set()  # the messages for which gradients have arrived
@@ -47,27 +57,29 @@ class Schedule:
         self.must_resolve = False
         """Whether gradients have arrived that cannot be used before the pass is resolved."""
 
-    def __contains__(self, source: int) -> bool:
-        """Whether the source is a candidate."""
-        return source in self._sources
+    @property
+    def sources(self) -> KeysView[int]:
+        """The candidates."""
+        return self._sources.keys()
 
-    def revive(self, sources: Mapping[int, Source]) -> None:
+    def revive(self, sources: Mapping[int, Candidate]) -> None:
         """Add candidates that were not expected to take part."""
         self._plan_all()
         new = {source: found for source, found in sources.items() if source not in self._sources}
         self._sources.update(new)
         self._plan(new)
 
-    def arrive(self, sources: Collection[int], find: Callable[[int], Source]) -> list[Component]:
+    def arrive(self, sources: Collection[int], find: Callable[[int], Candidate]) -> list[Component]:
         """Note that the gradients of these sources have arrived. Returns the components that can be run now.
 
         ``find`` returns the `Source` of one that is not a candidate yet.
         """
-        if len(sources) > 1 and not self._planned and self._sources.keys() == set(sources):
-            component = self._as_one()
-            if component is not None:
-                return [component]
-        self._plan_all()
+        if not self._planned:
+            if len(sources) > 1 and self._sources.keys() == set(sources):
+                component = self._as_one()
+                if component is not None:
+                    return [component]
+            self._plan_all()
         for source in sources:
             if source not in self._component:
                 # It was recorded after the pass began, by code that the pass itself runs: no other source reaches it.
@@ -77,9 +89,13 @@ class Schedule:
         self._arrived.update(sources)
         if len(sources) == 1:
             (source,) = sources
-            if len(self._component[source].sources) == 1:  # the fast path, for a chain
+            component = self._component[source]
+            if len(component.sources) == 1:  # the fast path, for a chain
                 self._messages.add(self._sources[source].message)
-                return self._start(self._component[source])
+                if component.started:
+                    return []
+                component.started = True
+                return [component]
         self._messages.update(self._sources[source].message for source in sources)
         found: list[Component] = []
         unclear = False
@@ -181,7 +197,9 @@ class Schedule:
     def _plan(self, sources: Iterable[int]) -> list[Component]:
         nodes = {source: self._sources[source].node for source in sources}
         components = plan(nodes) if nodes else []
-        self._component.update({source: component for component in components for source in component.sources})
+        for component in components:
+            for source in component.sources:
+                self._component[source] = component
         return components
 
     def passed_on(self) -> list[tuple[int, Node]]:

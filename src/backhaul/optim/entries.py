@@ -15,6 +15,8 @@ Change = tuple[Entries, list[str]]
 OF_PARAMETERS = frozenset({"params", "param_names"})
 """The keys of a group that list its parameters, and are not entries."""
 
+_NOTHING = object()
+
 
 def entries_of(group: Mapping[str, Any]) -> Entries:
     """A copy of a group's entries. Later changes of the group do not reach it."""
@@ -23,12 +25,14 @@ def entries_of(group: Mapping[str, Any]) -> Entries:
 
 def change(known: Entries, group: Mapping[str, Any]) -> Change | None:
     """The change that turns ``known`` into the group's entries; None if they are the same."""
-    new = {
-        name: copied(value)
-        for name, value in group.items()
-        if name not in OF_PARAMETERS and not (name in known and same(known[name], value))
-    }
-    gone = [name for name in known if name not in group]
+    new: Entries = {}
+    for name, value in group.items():
+        before = known.get(name, _NOTHING)
+        if before is value or name in OF_PARAMETERS:
+            continue
+        if before is _NOTHING or not same(before, value):
+            new[name] = copied(value)
+    gone = [] if group.keys() >= known.keys() else [name for name in known if name not in group]
     return (new, gone) if new or gone else None
 
 

@@ -51,24 +51,29 @@ class as_grad:
     def __init__(self, params: Sequence[torch.Tensor], context_id: int | None) -> None:
         self._params = params
         self._context_id = context_id
+        self._before: list[torch.Tensor | None] = []
 
     def __enter__(self) -> bool:
         if self._context_id is None:
             return True
         given = gradients_of(self._params, self._context_id)
-        self._before = [param.grad for param in self._params]
+        before = self._before
+        found = False
         try:
             for param, gradient in zip(self._params, given, strict=True):
+                before.append(param.grad)
                 param.grad = gradient
+                if gradient is not None:
+                    found = True
         except BaseException:
             self.__exit__()
             raise
-        return any(gradient is not None for gradient in given)
+        return found
 
     def __exit__(self, *_: object) -> None:
         if self._context_id is None:
             return
-        for param, gradient in zip(self._params, self._before, strict=True):
+        for param, gradient in zip(self._params, self._before):  # noqa: B905 an error may have cut it short
             param.grad = gradient
 
 

@@ -113,10 +113,13 @@ class LocalOptimizer:
         groups = getattr(self.optimizer, "param_groups", None)
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return None
-        found = [list(group.get("params", ())) for group in groups]
-        if [len(params) for params in found] != self._sizes:
-            return None
-        return groups if [id(param) for params in found for param in params] == list(map(id, self.params)) else None
+        params: list[Any] = []
+        sizes = []
+        for group in groups:
+            before = len(params)
+            params += group.get("params", ())
+            sizes.append(len(params) - before)
+        return groups if sizes == self._sizes and list(map(id, params)) == list(map(id, self.params)) else None
 
     def _require_groups(self, what: str) -> list[dict[str, Any]]:
         groups = self._groups
