@@ -61,6 +61,18 @@ def test_a_worker_that_listens_but_does_not_greet_is_not_ready(
     assert look(capsys)[1].startswith("not ready: none; no worker of user")
 
 
+def test_a_worker_that_leaves_during_the_probe_does_not_hide_the_others(
+    capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers of `backhaul run` have one directory. A link to nothing is listed, and gone when it is looked at."""
+    directory = here / "backhaul-x"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setenv("BACKHAUL_RUNTIME_DIR", str(directory))
+    (directory / "12-ab").symlink_to(directory / "gone")
+    with InProcessCluster(2, sockets=True):
+        assert look(capsys, 2) == (0, "ready: worker0, worker1\n")
+
+
 def test_a_socket_with_another_protocol_is_not_ready(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     directory = here / "backhaul-x"
     directory.mkdir(mode=0o700)

@@ -85,7 +85,10 @@ def _limit(sock: socket.socket, deadline: float) -> None:
 
 def _is_worker(path: Path) -> bool:
     """Whether this is a worker's socket: its name begins with a process id. The others are for news."""
-    return path.name[0].isdecimal() and stat.S_ISSOCK(path.stat().st_mode)
+    try:
+        return path.name[0].isdecimal() and stat.S_ISSOCK(path.stat().st_mode)
+    except FileNotFoundError:  # just removed; the directory may belong to several workers
+        return False
 
 
 def _sockets() -> list[Path]:
