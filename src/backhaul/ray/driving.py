@@ -35,6 +35,7 @@ from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, WorkerLos
 from backhaul.ids import WorkerInfo
 from backhaul.launch import interactive
 from backhaul.launch.main_module import stop_if_loading
+from backhaul.launch.session import added
 from backhaul.ray.actors import GRACE, LOOK_SECONDS, Actor, Actors, ending_of, value_of
 from backhaul.ray.host import Spot, Start, own_spot
 from backhaul.ray.joining import JOIN_SECONDS, Meeting, closed_options, join_in, require_ray
@@ -144,6 +145,7 @@ def cluster(
     bundle_of(resources)
     check_strategy(strategy)
     wanted = closed_options(options, "cluster()")
+    variables = added(env)
     existing = current_or_none()
     if driver and existing is not None:
         raise MisuseError(
@@ -152,7 +154,7 @@ def cluster(
         )
     require_ray("cluster()")
     return RayCluster(
-        name if driver else None, names, resources, strategy, restarts, on_rejoin, env or {}, wanted, timeout
+        name if driver else None, names, resources, strategy, restarts, on_rejoin, variables, wanted, timeout
     )
 
 
