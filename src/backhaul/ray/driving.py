@@ -420,15 +420,20 @@ class RayCluster(Workers[RayWorker]):
         asked = [(worker._actor, worker._actor.handle.run.remote(request)) for worker in workers]
         values: dict[str, Any] = {}
         left = {reference: actor for actor, reference in asked}
-        while left:  # in the order in which they end, so that the first failure is raised
-            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait(list(left), timeout=seconds)
-            if not ready:
-                late = ", ".join(repr(actor.name) for actor in left.values())
-                raise RpcTimeoutError(f"run(): worker {late} had not returned after {timeout:g} s")
-            for reference in ready:
-                actor = left.pop(reference)
-                values[actor.name] = pickle.loads(value_of(actor, reference))
+        try:
+            while left:  # in the order in which they end, so that the first failure is raised
+                seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+                ready, _ = ray.wait(list(left), timeout=seconds)
+                if not ready:
+                    late = ", ".join(repr(actor.name) for actor in left.values())
+                    raise RpcTimeoutError(f"run(): worker {late} had not returned after {timeout:g} s")
+                for reference in ready:
+                    actor = left.pop(reference)
+                    values[actor.name] = pickle.loads(value_of(actor, reference))
+        finally:
+            # Ray prints the traceback of each failure that nobody asks for, and one dead worker fails all others.
+            for reference in left:
+                reference.future()
         return [values[worker.name] for worker in workers]
 
     # The end.
