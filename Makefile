@@ -61,7 +61,8 @@ chaos: $(STAMP) ## 20,000 simulated training runs under cuts, deaths and rejoins
 soak: $(STAMP) ## five processes, a kill every 15 s, resets in between, for 20 minutes (SOAK_SECONDS=...); needs root
 	$(BIN)/python tests/faults/soak.py $(SOAK_SECONDS)
 
-# Tests that need root, or a Debian package (slurmctld slurmd slurm-client munge, openmpi-bin, mpich), are skipped without.
+# Tests that need root, or a Debian package (slurmctld slurmd slurm-client munge, openmpi-bin, mpich, kubernetes-client), are
+# skipped without.
 clusters: $(STAMP) $(CLUSTERS)/.stamp ## real Slurm, MPI and torchrun on two hosts, the manifests of deploy/, and the pages on them
 	PYTHONPATH=$(CLUSTERS) $(BIN)/pytest -q tests/clusters
 

@@ -138,6 +138,8 @@ def test_misuse() -> None:
         backhaul.cluster(2, names=["a"])
     with pytest.raises(OptionError, match="differ from each other and from 'driver'"):
         backhaul.cluster(2, names=["a", "driver"])
+    with pytest.raises(OptionError, match="env: 'THREADS': 1 must be a variable and its value, both strings"):
+        backhaul.cluster(1, env={"THREADS": 1})  # type: ignore[dict-item]
     with pytest.raises(OptionError, match="leave out the option init_method"):
         backhaul.cluster(1, options=rpc.RpcOptions(init_method="file:///tmp/x"))
     with pytest.raises(OptionError, match="for parties that each start their own"):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from backhaul import compat
 from backhaul.agent.rejoining import goes_on
 from backhaul.environments import table as environments
+from backhaul.environments.reach import unreachable
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
 from backhaul.ids import Addresses
 from backhaul.transport.stream import host_id, look_for
@@ -311,8 +312,8 @@ def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.S
                 "`backhaul run` or torchrun, set them, or give RpcOptions(init_method='tcp://127.0.0.1:29500')"
                 + _hinted(said)
             )
-        if place.rank == 0 and not said.agent_store:
-            _require_reachable(said)
+        if place.rank == 0 and not said.agent_store and (objection := unreachable(said)):
+            raise MisuseError(objection)
         return _tcp(address, port, place, timeout, hosted=said.agent_store, run=_run_of(init_method, place))
     url = urlsplit(init_method)
     if url.scheme == "file":
@@ -350,24 +351,6 @@ def _parsed(init_method: str) -> list[Address]:
 
 def _hinted(said: environments.Table) -> str:
     return "".join(f". {hint}" for hint in said.hints)
-
-
-def _require_reachable(said: environments.Table) -> None:
-    """Raise `MisuseError` if the store's address is loopback here but the job has several nodes.
-
-    Many systems resolve their own name to 127.0.1.1, where no other node can reach the store of rank 0.
-    """
-    host, nodes = said.address.value, said.nodes.value
-    if nodes is None or nodes < 2 or said.address.source == "MASTER_ADDR":
-        return
-    with contextlib.suppress(OSError, UnicodeError):
-        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        if ipaddress.ip_address(found.partition("%")[0]).is_loopback:
-            raise MisuseError(
-                f"rank 0 hosts the store at {host} ({said.address.source}), but on this machine that name means "
-                f"{found}, which the other nodes cannot reach: set MASTER_ADDR to an address of this machine for all "
-                "workers, or correct /etc/hosts"
-            )
 
 
 def _run_of(init_method: str, place: Place) -> str:

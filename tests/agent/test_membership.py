@@ -368,9 +368,13 @@ def test_one_of_two_successors_gets_the_rank_of_a_dead_member(memory: dist.Store
 class Breaking:
     """A store that goes away with the process that hosted it."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, *, renewable: bool = False) -> None:
         self._store = store
+        self.renewable = renewable
         self.gone = False
+
+    def renew(self) -> None:
+        """No member can host it yet."""
 
     def __getattr__(self, name: str) -> Any:
         if self.gone:
@@ -378,8 +382,11 @@ class Breaking:
         return getattr(self._store, name)
 
 
-def test_members_that_have_met_need_no_store(memory: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
-    store = Breaking(memory)
+@pytest.mark.parametrize(("renewable", "until"), [(False, "any more"), (True, "until a member hosts it again")])
+def test_members_that_have_met_need_no_store(
+    memory: dist.Store, caplog: pytest.LogCaptureFixture, renewable: bool, until: str
+) -> None:
+    store = Breaking(memory, renewable=renewable)
     first = enter(store, "a")
     enter(store, "b")
     first.find("b")
@@ -390,7 +397,7 @@ def test_members_that_have_met_need_no_store(memory: dist.Store, caplog: pytest.
         with pytest.raises(UnknownWorkerError):
             first.find("d")
     assert first.find("b").id == 1
-    assert caplog.text.count("the store of this group is gone") == 1
+    assert caplog.text.count(f"the store of this group is gone, so no worker can join {until}: ") == 1
     first.leave()
 
 

@@ -218,7 +218,7 @@ def test_kubernetes(hosts: list[Host], tmp_path: Path, environment: dict[str, st
     log = tmp_path / "log"
     program = shutil.which("kubectl")
     if program is None:
-        pytest.skip("there is no kubectl")
+        pytest.skip("there is no kubectl: apt-get install kubernetes-client")
     for name in ("kubectl", "docker"):
         path = Path(environment["PATH"].split(":")[0]) / name
         path.write_text(SHIM.format(name=name, log=log, program=program))

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from backhaul import rpc
 from backhaul.__main__ import main
+from backhaul.errors import MisuseError, OptionError
 from mint import DAY, Mint
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
@@ -293,7 +295,7 @@ def test_a_certificate_for_another_worker(doctor: Doctor, tmp_path: Path, monkey
     found = doctor(*certificates, "--name", "shop")
     assert found.code == 1
     assert "this worker is 'shop', and its certificate" in found.wrong[0]
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("BACKHAUL_NAME", "worker0")
     assert "this worker is 'worker0'" in doctor(*certificates).wrong[0]
     assert doctor(*certificates, "--name", "bank").code == 0
 
@@ -499,3 +501,60 @@ def test_a_contradiction_is_wrong(doctor: Doctor, monkeypatch: pytest.MonkeyPatc
     assert "the workers are on 2 nodes (SLURM_STEP_NUM_NODES), but the environment names no key" in found.text
     data = json.loads(doctor("--json").text)
     assert data["place"]["rank"]["over"] == ["SLURM_PROCID=2"]
+
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "localhost,node2",
+}
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+TRAINER = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "nothing says where the group of this process meets"),
+        (HYDRA, "PMI_RANK names no job that a port could follow from: start it with `mpiexec -genv MASTER_PORT 29500`"),
+        ({**HYDRA, "MPI_LOCALNRANKS": "1"}, "PMI_SIZE=2 and MPI_LOCALNRANKS=1: the workers are on several machines"),
+        ({"VC_TASK_INDEX": "1", "VC_A_HOSTS": "a", "VC_B_HOSTS": "b"}, "VC_TASK_INDEX=1 is an index within a task"),
+        (TRAINER, "needs a rank, and Kubeflow Trainer gives this process none"),
+        (STEP, "rank 0 hosts the store at localhost (first of SLURM_STEP_NODELIST), but on this machine that"),
+        (
+            {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+            "rank 5 (RANK) is not in 0..1, the ranks of a group of 2 workers (WORLD_SIZE)",
+        ),
+    ],
+)
+def test_an_environment_in_which_init_rpc_fails_is_wrong(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, said: dict[str, str], wrong: str
+) -> None:
+    for variable, text in said.items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises((OptionError, MisuseError)):
+        rpc.init_rpc()
+    found = doctor()
+    assert found.code == 1
+    assert [text for text in found.wrong if wrong in text], found.wrong
+
+
+def test_the_program_may_say_where_the_group_meets(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for variable, text in {**HYDRA, "MPI_LOCALNRANKS": "1"}.items():
+        monkeypatch.setenv(variable, text)
+    found = doctor("--init-method", f"file://{tmp_path}/store")
+    assert (found.code, found.wrong) == (0, [])
+
+
+def test_a_batch_script_is_no_worker(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run the doctor for its machine, so that is only worth a note."""
+    for variable, text in {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}.items():
+        monkeypatch.setenv(variable, text)
+    found = doctor()
+    assert (found.code, found.wrong) == (0, [])
+    assert "this is the batch script of job 7 of Slurm, and not one of its tasks" in found.text

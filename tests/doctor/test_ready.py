@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from backhaul.__main__ import main
 from backhaul.doctor import ready
 from backhaul.testing import InProcessCluster
 from processes import assert_gone
@@ -59,6 +60,42 @@ def test_a_worker_that_listens_but_does_not_greet_is_not_ready(
     assert "news" not in text
     # A socket on which nothing listens does not count.
     assert look(capsys)[1].startswith("not ready: none; no worker of user")
+
+
+def test_a_worker_whose_queue_is_full_has_time_to_answer(
+    capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be starting, or serve many newcomers. A connection to it fails at once, instead of waiting."""
+    monkeypatch.setattr(ready, "PATIENCE", 0.1)
+    directory = here / "backhaul-x"
+    directory.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as sock, socket.socket(socket.AF_UNIX) as other:
+        sock.bind(str(directory / "12-ab"))
+        sock.listen(0)
+        other.connect(str(directory / "12-ab"))
+        code, text = look(capsys)
+    assert code == 1
+    assert "12-ab does not answer: the worker waits for its group, hangs, or is very busy" in text
+
+
+@pytest.mark.parametrize("wanted", ["0", "-1"])
+def test_a_probe_that_no_machine_would_fail(capsys: pytest.CaptureFixture[str], wanted: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--ready", "--workers", wanted])
+    assert end.value.code == 2
+    assert f"--workers {wanted} must be at least 1" in capsys.readouterr().err
+
+
+def test_a_worker_that_leaves_during_the_probe_does_not_hide_the_others(
+    capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers of `backhaul run` have one directory. A link to nothing is listed, and gone when it is looked at."""
+    directory = here / "backhaul-x"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setenv("BACKHAUL_RUNTIME_DIR", str(directory))
+    (directory / "12-ab").symlink_to(directory / "gone")
+    with InProcessCluster(2, sockets=True):
+        assert look(capsys, 2) == (0, "ready: worker0, worker1\n")
 
 
 def test_a_socket_with_another_protocol_is_not_ready(capsys: pytest.CaptureFixture[str], here: Path) -> None:

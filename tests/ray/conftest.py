@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+# Since Ray 2.60, whether a cluster wants a token depends on whether this user has ever started another one.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ.pop("RAY_AUTH_TOKEN", None)
+
 try:
     import backhaul.ray  # noqa: F401
 except ImportError:

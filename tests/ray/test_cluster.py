@@ -166,6 +166,7 @@ def test_a_process_is_the_driver_of_one_cluster(workers: backhaul.ray.RayCluster
         ({"resources": {"CPU": -1}}, "'CPU': -1 must be"),
         ({"restarts": -1}, "restarts=-1 must be a number"),
         ({"names": ["driver"]}, "needs 1 names that differ"),
+        ({"env": {"THREADS": 1}}, "env: 'THREADS': 1 must be a variable and its value, both strings"),
         ({"on_rejoin": 3}, "on_rejoin=3 must be a function"),
         ({"options": rpc.RpcOptions(init_method="file:///tmp/x")}, "leave out the option init_method"),
         ({"options": rpc.RpcOptions(trust="federation")}, "workers of one user"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -47,6 +48,23 @@ def test_a_driver_outside(workers: backhaul.ray.RayCluster) -> None:
     eventually(lambda: workers[0].alive and workers[0].pid != pid, 200)
     eventually(lambda: workers[0].run(parts.fetch, ("restored",)))
     assert workers.run(parts.peer_sum, ("worker0", torch.ones(3))) == [3.0, 3.0]
+
+
+def test_only_the_failure_that_is_raised_is_shown(
+    workers: backhaul.ray.RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray prints each failure that nobody asks for, with its traceback."""
+    from ray._private import worker
+
+    printed: list[str] = []
+    monkeypatch.setattr(worker.logger, "error", lambda text, *args: printed.append(text))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="spoiled"):
+            workers.run(parts.fail, ("spoiled",))
+    gc.collect()
+    workers.run(parts.name_here)
+    gc.collect()
+    assert printed == []
 
 
 @ray.remote(num_cpus=0)

@@ -7,6 +7,7 @@ starts in its own namespaces, connected by a pair of virtual Ethernet devices.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,8 @@ QUICK = {  # how soon a node that does not answer counts as dead; by default hal
     "RAY_health_check_failure_threshold": "3",
 }
 START = 120.0
+# Ray's own connections require this token, as they do by default in clusters of one machine.
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 AGAIN = 'for attempt in 1 2 3 4; do "$@"; done'
 """The second node may be up before the first one; and Ray gives a node only half a minute to start."""
 
@@ -91,7 +94,7 @@ def started(host: str, directory: Path, shared: Path, *arguments: str) -> subpro
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, **QUICK, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+    return {**os.environ, **QUICK, **TOKEN, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 
 
 @pytest.mark.timeout(600)

@@ -274,7 +274,8 @@ class Membership:
     def _lose_store(self, error: RuntimeError) -> None:
         self._store_is_gone = True
         if not self.renew_store():
-            _log.warning("the store of this group is gone, so no worker can join any more: %s", error)
+            until = "until a member hosts it again" if self.store_is_renewable else "any more"
+            _log.warning("the store of this group is gone, so no worker can join %s: %s", until, error)
 
     def renew_store(self) -> bool:
         """Replace a lost store, and write what is known of the group to it. False if no new store is available."""

@@ -49,6 +49,7 @@ def cluster(
     """
     from backhaul.cluster.processes import Cluster
     from backhaul.launch.main_module import stop_if_loading
+    from backhaul.launch.session import added
     from backhaul.options import RpcOptions
 
     stop_if_loading()
@@ -65,4 +66,4 @@ def cluster(
             'cluster() starts workers of one user, which trust each other: trust="federation" is for parties that '
             "each start their own workers, with init_rpc"
         )
-    return Cluster(name, names, options, timeout, {} if env is None else env, output)
+    return Cluster(name, names, options, timeout, added(env), output)

@@ -42,6 +42,11 @@ def run(options: argparse.Namespace) -> int:
     if options.ready:
         from backhaul.doctor import ready
 
+        if options.workers < 1:
+            options.parser.error(
+                f"--workers {options.workers} must be at least 1: any machine has that many workers up"
+            )
+
         return ready.run(options.workers, options.name)
     from backhaul.doctor import checkup
 

@@ -27,7 +27,13 @@ def examine(report: Report, said: Table) -> None:
         report.fact(label, _text(row), value=row.value, source=row.source, over=list(row.over), problem=row.problem)
         if row.problem:
             report.fault(row.problem)
-    if said.rank.value is None or said.address.value is None:
+    rank, size = said.rank.value, said.world_size.value
+    if rank is not None and size is not None and not 0 <= rank < size:
+        report.fault(
+            f"rank {rank} ({said.rank.source}) is not in 0..{size - 1}, the ranks of a group of {size} workers "
+            f"({said.world_size.source})"
+        )
+    if not said.launchers:
         for hint in said.hints:
             report.note(hint)
     if said.nodes.value is not None and said.nodes.value > 1 and said.key.value is None:

@@ -12,6 +12,7 @@ import tempfile
 from urllib.parse import urlsplit
 
 from backhaul.doctor.report import Report
+from backhaul.environments.reach import unreachable
 from backhaul.environments.table import Table
 from backhaul.errors import OptionError
 from backhaul.options import RpcOptions
@@ -82,15 +83,27 @@ def meeting(report: Report, options: RpcOptions, site: Site | None, said: Table)
         elif address and port is not None:
             bracketed = f"[{address}]" if ":" in address else address
             method, source = f"tcp://{bracketed}:{port}", f"{said.address.source} and {said.port.source}"
+            if said.rank.value == 0 and not said.agent_store and (objection := unreachable(said)):
+                report.fault(objection)
         else:
             text = "not known: start the worker with `backhaul run` or torchrun, or give init_method"
             report.fact("init method", text, method=None)
+            if said.launchers and not (said.address.problem or said.port.problem):
+                report.fault(
+                    "nothing says where the group of this process meets: set MASTER_ADDR and MASTER_PORT, or give "
+                    f"init_method if the program does{_hinted(said)}"
+                )
             return
     report.fact("init method", f"{method} ({source})", method=method)
     url = urlsplit(method)
     if url.scheme == "file":
         _file(report, url.path)
         return
+    if said.launchers and said.rank.value is None and not said.rank.problem and not said.agent_store:
+        report.fault(
+            f"a worker of a group that meets over TCP needs a rank, and {said.launchers[0]} gives this process none: "
+            f"set RANK{_hinted(said)}"
+        )
     for each in url.netloc.split(","):
         address = urlsplit(f"{url.scheme}://{each}")
         try:
@@ -103,6 +116,10 @@ def meeting(report: Report, options: RpcOptions, site: Site | None, said: Table)
             )
             return
         _store(report, address.hostname, store_port, site, said)
+
+
+def _hinted(said: Table) -> str:
+    return "".join(f". {hint}" for hint in said.hints)
 
 
 def _file(report: Report, path: str) -> None:

@@ -26,6 +26,8 @@ from backhaul.security.handshake import HEAD_SIZE, Hello
 PATIENCE = 2.0
 """Seconds within which all workers together must greet."""
 
+_PAUSE = 0.05
+
 _ROOTS = ("/tmp",)
 """The parent of the socket directories if the temporary directory's name is too long."""
 
@@ -56,13 +58,24 @@ def run(wanted: int, name: str | None) -> int:
 def greet(path: Path, deadline: float) -> str:
     """The name of the worker that listens at ``path``. Raises OSError, including TimeoutError, or `BackhaulError`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        _limit(sock, deadline)
-        sock.connect(os.fspath(path))
+        _connect(sock, path, deadline)
         # The worker may have sent a reason before it closed.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(handshake.encode(Hello("", GUEST, "guest", GUEST)))
         rest = handshake.length_of_welcome(_receive(sock, HEAD_SIZE, deadline))
         return handshake.decode_welcome(_receive(sock, rest, deadline)).name
+
+
+def _connect(sock: socket.socket, path: Path, deadline: float) -> None:
+    """Wait until the listener's queue has room: with a full one, the connection would be refused at once."""
+    while True:
+        _limit(sock, deadline)
+        try:
+            sock.connect(os.fspath(path))
+        except BlockingIOError:
+            time.sleep(_PAUSE)
+        else:
+            return
 
 
 def _receive(sock: socket.socket, count: int, deadline: float) -> bytes:
@@ -85,7 +98,10 @@ def _limit(sock: socket.socket, deadline: float) -> None:
 
 def _is_worker(path: Path) -> bool:
     """Whether this is a worker's socket: its name begins with a process id. The others are for news."""
-    return path.name[0].isdecimal() and stat.S_ISSOCK(path.stat().st_mode)
+    try:
+        return path.name[0].isdecimal() and stat.S_ISSOCK(path.stat().st_mode)
+    except FileNotFoundError:  # just removed; the directory may belong to several workers
+        return False
 
 
 def _sockets() -> list[Path]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Mapping
 from types import TracebackType
 
 from backhaul.directories import PrivateDirectory
+from backhaul.errors import OptionError
 from backhaul.security.keys import KEY_FILE_VARIABLE
 
 LOOPBACK = "127.0.0.1"
@@ -20,6 +22,15 @@ SECRET_VARIABLE = "BACKHAUL_SECRET"
 
 NOT_INHERITED = (KEY_FILE_VARIABLE, NAME_VARIABLE, RESTARTS_VARIABLE)
 """Variables that workers on other hosts must not inherit from their login: they would override those of the launch."""
+
+
+def added(env: Mapping[str, str] | None) -> dict[str, str]:
+    """The variables that a user adds to the workers' environment. Raises `OptionError` unless all of it is text."""
+    found = {} if env is None else dict(env)
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise OptionError(f"env: {name!r}: {value!r} must be a variable and its value, both strings")
+    return found
 
 
 class Session:

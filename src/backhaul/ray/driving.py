@@ -35,6 +35,7 @@ from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, WorkerLos
 from backhaul.ids import WorkerInfo
 from backhaul.launch import interactive
 from backhaul.launch.main_module import stop_if_loading
+from backhaul.launch.session import added
 from backhaul.ray.actors import GRACE, LOOK_SECONDS, Actor, Actors, ending_of, value_of
 from backhaul.ray.host import Spot, Start, own_spot
 from backhaul.ray.joining import JOIN_SECONDS, Meeting, closed_options, join_in, require_ray
@@ -144,6 +145,7 @@ def cluster(
     bundle_of(resources)
     check_strategy(strategy)
     wanted = closed_options(options, "cluster()")
+    variables = added(env)
     existing = current_or_none()
     if driver and existing is not None:
         raise MisuseError(
@@ -152,7 +154,7 @@ def cluster(
         )
     require_ray("cluster()")
     return RayCluster(
-        name if driver else None, names, resources, strategy, restarts, on_rejoin, env or {}, wanted, timeout
+        name if driver else None, names, resources, strategy, restarts, on_rejoin, variables, wanted, timeout
     )
 
 
@@ -418,15 +420,20 @@ class RayCluster(Workers[RayWorker]):
         asked = [(worker._actor, worker._actor.handle.run.remote(request)) for worker in workers]
         values: dict[str, Any] = {}
         left = {reference: actor for actor, reference in asked}
-        while left:  # in the order in which they end, so that the first failure is raised
-            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait(list(left), timeout=seconds)
-            if not ready:
-                late = ", ".join(repr(actor.name) for actor in left.values())
-                raise RpcTimeoutError(f"run(): worker {late} had not returned after {timeout:g} s")
-            for reference in ready:
-                actor = left.pop(reference)
-                values[actor.name] = pickle.loads(value_of(actor, reference))
+        try:
+            while left:  # in the order in which they end, so that the first failure is raised
+                seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+                ready, _ = ray.wait(list(left), timeout=seconds)
+                if not ready:
+                    late = ", ".join(repr(actor.name) for actor in left.values())
+                    raise RpcTimeoutError(f"run(): worker {late} had not returned after {timeout:g} s")
+                for reference in ready:
+                    actor = left.pop(reference)
+                    values[actor.name] = pickle.loads(value_of(actor, reference))
+        finally:
+            # Ray prints the traceback of each failure that nobody asks for, and one dead worker fails all others.
+            for reference in left:
+                reference.future()
         return [values[worker.name] for worker in workers]
 
     # The end.

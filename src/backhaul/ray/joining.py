@@ -103,7 +103,8 @@ def init_rpc(
 
     Returns when all workers of the group have joined. Inside a training function of Ray Train, ``rank`` defaults to
     Train's rank; elsewhere ranks are assigned by node in the order of arrival. The default name is ``worker<rank>``. An
-    actor that Ray restarts takes its old place. ``rpc_backend_options`` replace those of the group.
+    actor that Ray restarts takes its old place. ``rpc_backend_options`` replace those of the group. Without credentials
+    among them, the worker has those of the group.
 
     Raises `OptionError` for a rank or name that is taken, and `RpcTimeoutError` if others do not join in time.
     """
@@ -113,10 +114,7 @@ def init_rpc(
         )
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < group.world_size):
         raise OptionError(f"rank {rank!r} is not in 0..{group.world_size - 1}, the ranks of this group")
-    options = group._options
-    if rpc_backend_options is not None:
-        given = closed_options(rpc_backend_options, "init_rpc()")
-        options = dataclasses.replace(given, secret=rpc_backend_options.secret or options.secret)
+    options = group._options if rpc_backend_options is None else own_options(rpc_backend_options, group._options)
     if rank is None:
         rank = _rank_of_train()
     join(name, rank, group.world_size, group._meeting, options)
@@ -180,6 +178,14 @@ def closed_options(options: RpcOptions | None, what: str) -> RpcOptions:
         )
     if options.secret is None and options.key_file is None and options.tls is None:
         options = dataclasses.replace(options, secret=secrets.token_bytes(_SECRET_BYTES))
+    return options
+
+
+def own_options(given: RpcOptions, of_group: RpcOptions) -> RpcOptions:
+    """The options of one worker. Without credentials of its own it has those of the group."""
+    options = closed_options(given, "init_rpc()")
+    if given.secret is None and given.key_file is None and given.tls is None:
+        options = dataclasses.replace(options, secret=of_group.secret, key_file=of_group.key_file, tls=of_group.tls)
     return options
 
 
