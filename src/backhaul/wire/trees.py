@@ -249,7 +249,7 @@ class Unpacking:
         self.names = names
         self.depth = depth
         self.bounds = bounds
-        self.announced = announced  # what extensions may find in the tree; None: no limit
+        self.announced = announced  # what extensions may find in the tree; None means no limit
         self._lifters = lifters
         self._subclasses: dict[int, Any] | None = None
 
