@@ -124,7 +124,7 @@ class Runner:
         return run.outcome
 
     def _pass_on(self, local: LocalPass, component: Component) -> Outcome | None:
-        """Send the gradient of a tensor that was sent on unchanged back. Returns None if torch must run."""
+        """Send back the gradient of a tensor that was sent on unchanged. Returns None if torch must run."""
         if not self._believes or node_hooks.are_there():
             return None
         gradient = local.passed_on(component)
