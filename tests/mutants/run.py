@@ -10,8 +10,8 @@ is not a mistake. In the last case an excuse says why. The run fails if a surviv
 of ten mutants are caught; a mutant by hand that does not apply any more fails it too.
 
 A test that fails for another reason, such as a busy machine, must not pass for one that has noticed a mutant. So the
-tests that have noticed mutants by hand run once more without them. A mutant whose test fails then is not judged, and
-fails the run.
+tests that have noticed mutants by hand run once more without them, and so do those that did not end with a mutant by
+rule. A mutant whose test fails then is not judged, and fails the run.
 
     python tests/mutants/run.py                  all
     python tests/mutants/run.py refs             those with this text in their file, or in what they do
@@ -120,16 +120,30 @@ def by_rule(wanted: Sequence[str], each: int, seed: int, abreast: int, verbose: 
     ]
     tally = Tally(verbose)
     modules: dict[str, list[bool]] = {file: [] for file in chosen}
+    late: list[Trial] = []
     for trial, status, _, output in verdicts(trials, abreast):
         change: Change = trial.label
         survived = status == _PASSED
         modules[trial.file].append(not survived)
         excuse = EXCUSES.get((trial.file, change.key), "")
         by = _first_failure(output, in_time=status is not None)
-        tally.add(f"{trial.file}:{change.line}: {change.key}", "survived" if survived else "caught", excuse, by)
+        if by == _DID_NOT_END or "Timeout" in by:
+            late.append(trial)
+        tally.add(_place(trial), "survived" if survived else "caught", excuse, by)
+    # Perhaps the machine was too busy, and not the mutant too slow.
+    unchanged = {trial.file: trial._replace(source=sources[trial.file]) for trial in late}
+    slow = {verdict.trial.file for verdict in verdicts(unchanged.values(), abreast) if verdict.status != _PASSED}
+    for trial in late:
+        if trial.file in slow:
+            tally.withdraw(_place(trial), _DID_NOT_END)
     for file, caught in sorted(modules.items()):
         print(f"  {sum(caught):3} of {len(caught):3}  {file}")
     return tally
+
+
+def _place(trial: Trial) -> str:
+    change: Change = trial.label
+    return f"{trial.file}:{change.line}: {change.key}"
 
 
 def _times(unchanged: Sequence[Trial], abreast: int) -> dict[str, float]:
