@@ -138,6 +138,23 @@ def test_a_lease_is_renewed_from_the_time_of_its_question() -> None:
     assert lease.is_over(107.0)
 
 
+def test_a_lease_remembers_only_questions_without_an_answer() -> None:
+    lease = Lease(6.0, now=0.0)
+    for second in range(100):
+        number = lease.ask(float(second))
+        assert number is not None
+        lease.granted(number)
+    assert len(lease._asked) <= 1
+    assert lease.ends == 105.0
+
+
+def test_a_host_that_answers_again_is_reported_again_when_it_falls_silent() -> None:
+    grants = Grants(6.0, now=0.0)
+    grants.warned = True
+    grants.answered(5.0)
+    assert not grants.warned
+
+
 def test_the_steward_s_lease_ends_before_the_launcher_counts_it_as_over() -> None:
     """This holds for any delay of the network."""
     lease, grants = Lease(6.0, now=99.0), Grants(6.0, now=99.5)
