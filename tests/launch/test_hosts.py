@@ -15,7 +15,7 @@ from launching import Launch
 from backhaul.errors import OptionError, ProtocolError
 from backhaul.launch import protocol
 from backhaul.launch.command import add_parser, passed_on
-from backhaul.launch.lease import Grants, Lease
+from backhaul.launch.lease import Grants, Lease, clock
 from backhaul.launch.placement import Host, parse_hostfile, parse_hosts, seats
 from backhaul.launch.ssh import BOOT, explain, first_line, steward_argv
 
@@ -136,6 +136,10 @@ def test_a_lease_is_renewed_from_the_time_of_its_question() -> None:
     assert lease.ends == 107.0
     assert not lease.is_over(106.9)
     assert lease.is_over(107.0)
+
+
+def test_the_clock_of_leases_runs_forward() -> None:
+    assert 0.0 < clock() <= clock()
 
 
 def test_a_lease_remembers_only_questions_without_an_answer() -> None:
