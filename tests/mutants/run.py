@@ -114,7 +114,7 @@ def by_rule(wanted: Sequence[str], each: int, seed: int, abreast: int, verbose: 
     sources = {file: (PACKAGE / file).read_text() for file in chosen}
     takes = _times([Trial(file, sources[file], tests, _SECONDS, None) for file, tests in chosen.items()], abreast)
     trials = [
-        Trial(file, change.source, tests, 20 + 5 * takes[file], change)
+        Trial(file, change.source, tests, 60 + 5 * takes[file], change)
         for file, tests in chosen.items()
         for change in sample(changes_of(sources[file]), each, seed)
     ]
