@@ -19,20 +19,21 @@ from backhaul.testing import InProcessCluster
 from backhaul.worker import current
 
 PATIENCE = 10.0
+SOON = PATIENCE / 2  # before a ping comes to the help of a message that no thread reads
 SLOW, QUICK = 0.001, 0.0004
 LONG = 0.002
 
 asked = threading.Event()
 gate = threading.Event()
 last_gate = threading.Event()
+idle = threading.Event()
 
 
 @pytest.fixture(params=["memory", "sockets"])
 def trio(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
     """Three workers that know each other. worker1 serves."""
-    asked.clear()
-    gate.clear()
-    last_gate.clear()
+    for event in (asked, gate, last_gate, idle):
+        event.clear()
     with InProcessCluster(3, sockets=request.param == "sockets") as workers:
         for caller in (0, 2):
             for _ in range(2 * Pace.MEMORY):
@@ -146,9 +147,9 @@ def test_a_message_that_is_still_being_read_makes_a_line_slow() -> None:
 # Several lines.
 
 
-def test_short_requests_of_all_peers_run_on_one_thread(trio: InProcessCluster) -> None:
-    assert lead_of(trio, 0) is lead_of(trio, 2)
-    threads = {trio[caller].rpc_sync("worker1", get_ident) for _ in range(5) for caller in (0, 2)}
+def test_short_requests_of_all_peers_run_on_one_thread(without_ticks: InProcessCluster) -> None:
+    assert lead_of(without_ticks, 0) is lead_of(without_ticks, 2)
+    threads = {without_ticks[caller].rpc_sync("worker1", get_ident) for _ in range(5) for caller in (0, 2)}
     assert len(threads) == 1
 
 
@@ -234,10 +235,11 @@ def test_a_request_that_waits_for_a_call_keeps_its_lead(without_ticks: InProcess
 
 def test_a_request_that_comes_meanwhile_runs_on_another_thread(without_ticks: InProcessCluster) -> None:
     """worker1 waits for worker0, which waits until worker2 has called worker1."""
+    without_ticks[0].rpc_sync("worker1", ask_back)  # opens the connection back
     waiting = without_ticks[0].rpc_async("worker1", ask_to_block)
     waiting.attend()
     assert asked.wait(PATIENCE)
-    thread = without_ticks[2].rpc_sync("worker1", open_gate, timeout=PATIENCE)
+    thread = without_ticks[2].rpc_sync("worker1", open_gate, timeout=SOON)
     assert waiting.wait() == "blocked"
     assert without_ticks[2].rpc_sync("worker1", get_ident) == thread, "it leads now"
     assert not without_ticks[1].agent.serving.detached
@@ -250,11 +252,39 @@ def test_a_request_that_was_read_with_the_waiting_one_is_not_forgotten(
     without_ticks[0].rpc_sync("worker1", ask_back)  # opens the connection back
     monkeypatch.setattr(LinkState, "may_hold", lambda state, size: True)
     first = without_ticks[0].rpc_async("worker1", ask_to_block)
-    second = without_ticks[0].rpc_async("worker1", open_gate, timeout=PATIENCE / 2)  # before a ping comes to its help
+    second = without_ticks[0].rpc_async("worker1", open_gate, timeout=SOON)
     monkeypatch.undo()
     second.attend()
     assert second.wait()
     assert first.wait() == "blocked"
+
+
+def test_a_request_that_blocks_after_its_call_loses_its_lead(trio: InProcessCluster) -> None:
+    trio[0].rpc_sync("worker1", ask_back)  # opens the connection back
+    serving, lead = trio[1].agent.serving, lead_of(trio, 0)
+
+    def tick() -> bool:
+        found = serving.tick()
+        if lead.waits and lead not in serving.active:
+            idle.set()
+        return found
+
+    trio[1].agent.watch.ticks[0] = tick
+    blocked = trio[0].rpc_async("worker1", ask_and_block)
+    blocked.attend()
+    assert asked.wait(PATIENCE)
+    assert trio[2].rpc_sync("worker1", open_gate, timeout=SOON)
+    assert blocked.wait() == "blocked"
+
+
+def ask_and_block() -> str:
+    """A request that waits so long for a call of its own that ticks leave its lead alone; then it blocks."""
+    assert rpc.rpc_sync("worker0", await_idle)
+    return block()
+
+
+def await_idle() -> bool:
+    return idle.wait(PATIENCE)
 
 
 def test_a_thread_that_has_lost_its_lead_leaves_the_next_leader_alone(trio: InProcessCluster) -> None:

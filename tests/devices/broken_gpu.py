@@ -17,7 +17,7 @@ class BreakingDriver:
 
     broken = False
 
-    def current(self, device: int, /) -> Key:
+    def current_key(self, device: int, /) -> Key:
         return 0, device, 1
 
     def current_stream(self, device: int) -> int:

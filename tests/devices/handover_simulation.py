@@ -58,12 +58,12 @@ class FakeDriver:
         self._made = 0
         self._events = 0
 
-    def current(self, device: int, /) -> Key:
+    def current_key(self, device: int, /) -> Key:
         here().pause()
         return self._streams.get((here().running.number, device), (_DEFAULT, device, 1))
 
     def current_stream(self, device: int) -> int:
-        found = self.handle(self.current(device))
+        found = self.handle(self.current_key(device))
         self._bound.add((here().running.number, device))
         return found
 
@@ -256,7 +256,7 @@ class Work:
 
     def callback(self) -> None:
         """The callback of a future, as `streams.fresh` and `streams.mark` have it."""
-        before = [self.driver.current(device) for device in self.all.devices]
+        before = [self.driver.current_key(device) for device in self.all.devices]
         self.driver.make_current([self.driver.new_stream(device) for device in self.all.devices])
         try:
             if self.random.random() < 0.5:
@@ -284,7 +284,7 @@ class Work:
     @contextmanager
     def on_another_stream(self, device: int) -> Iterator[None]:
         """As a careful user does it: the stream waits for the current one, and the current one for it."""
-        here, there = self.driver.current(device), self.driver.new_stream(device)
+        here, there = self.driver.current_key(device), self.driver.new_stream(device)
         self._wait(device, there, here)
         self.driver.make_current([there])
         try:

@@ -72,7 +72,7 @@ def test_a_request_with_nothing_to_wait_for_runs_few_functions(world: World) -> 
     streams = Streams((0, 1), driver)
     streams.adopt_thread()
     streams.leave(streams.enter())
-    keys = {device: driver.current(device) for device in streams.devices}
+    keys = {device: driver.current_key(device) for device in streams.devices}
     streams._current = keys.__getitem__
     called: list[str] = []
     sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
@@ -390,7 +390,7 @@ class LeavesWordAfterPublication(Work):
     def publish(self, values: Sequence[object]) -> None:
         super().publish(values)  # type: ignore[arg-type]
         if getattr(self, "word_is_due", False):
-            self.streams._driver.current(0)  # another thread may take the turn
+            self.streams._driver.current_key(0)  # another thread may take the turn
             self.streams.leave_word()
 
 

@@ -45,7 +45,7 @@ class Driver:
         self.record = fake.record
         self.wait = fake.wait
 
-    def current(self, device: int, /) -> Key:
+    def current_key(self, device: int, /) -> Key:
         return self.stream, device, 1
 
     def current_stream(self, device: int) -> int:

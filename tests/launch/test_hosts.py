@@ -15,7 +15,7 @@ from launching import Launch
 from backhaul.errors import OptionError, ProtocolError
 from backhaul.launch import protocol
 from backhaul.launch.command import add_parser, passed_on
-from backhaul.launch.lease import Grants, Lease
+from backhaul.launch.lease import Grants, Lease, clock
 from backhaul.launch.placement import Host, parse_hostfile, parse_hosts, seats
 from backhaul.launch.ssh import BOOT, explain, first_line, steward_argv
 
@@ -136,6 +136,27 @@ def test_a_lease_is_renewed_from_the_time_of_its_question() -> None:
     assert lease.ends == 107.0
     assert not lease.is_over(106.9)
     assert lease.is_over(107.0)
+
+
+def test_the_clock_of_leases_runs_forward() -> None:
+    assert 0.0 < clock() <= clock()
+
+
+def test_a_lease_remembers_only_questions_without_an_answer() -> None:
+    lease = Lease(6.0, now=0.0)
+    for second in range(100):
+        number = lease.ask(float(second))
+        assert number is not None
+        lease.granted(number)
+    assert len(lease._asked) <= 1
+    assert lease.ends == 105.0
+
+
+def test_a_host_that_answers_again_is_reported_again_when_it_falls_silent() -> None:
+    grants = Grants(6.0, now=0.0)
+    grants.warned = True
+    grants.answered(5.0)
+    assert not grants.warned
 
 
 def test_the_steward_s_lease_ends_before_the_launcher_counts_it_as_over() -> None:

@@ -236,6 +236,27 @@ def test_a_firewall_between_the_hosts() -> None:
     assert play.did == [Disconnect(1), Disconnect(0)]
 
 
+def test_a_first_host_that_does_not_listen_in_time() -> None:
+    play = Play()
+    play.greet(0)
+    play.greet(1)
+    for _ in range(2):
+        play.answer(0)
+        play.answer(1)
+        assert play.wait(7.4) == []
+    play.wait(0.3)
+    assert play.course.outcome.why == "host a has not answered within 15 s"
+    assert play.did == [Disconnect(0), Disconnect(1)]
+
+
+def test_a_first_host_that_is_lost_before_it_listens() -> None:
+    play = Play()
+    play.greet(0)
+    play.greet(1)
+    assert play.drop(0, "the connection to a is gone") == [Disconnect(1)]
+    assert play.course.outcome.why == "the connection to a is gone"
+
+
 def test_a_steward_that_talks_like_a_launcher() -> None:
     play = Play((Host("a"),))
     play.hear(0, protocol.Grant(1))

@@ -9,6 +9,10 @@ A mutant that no test notices is a survivor: a test is missing, or the code that
 is not a mistake. In the last case an excuse says why. The run fails if a survivor has no excuse, or if fewer than nine
 of ten mutants are caught; a mutant by hand that does not apply any more fails it too.
 
+A test that fails for another reason, such as a busy machine, must not pass for one that has noticed a mutant. So the
+tests that have noticed mutants by hand run once more without them, and so do those that did not end with a mutant by
+rule. A mutant whose test fails then is not judged, and fails the run.
+
     python tests/mutants/run.py                  all
     python tests/mutants/run.py refs             those with this text in their file, or in what they do
     python tests/mutants/run.py --hand | --rule  one kind only
@@ -43,6 +47,17 @@ from pure import EXCUSES, MODULES
 ENOUGH = 0.9
 _SECONDS = 300
 _PASSED = 0
+_DID_NOT_END = "a test that did not end"
+# A mutant may leave a thread that never ends, or close a descriptor of another's: Python would not exit.
+_PYTEST = """
+import os, sys, pytest
+status = 1
+try:
+    status = int(pytest.main(sys.argv[1:]))
+finally:
+    sys.stdout.flush()
+    os._exit(status)
+"""
 
 
 class Tally:
@@ -68,6 +83,12 @@ class Tally:
         self.wrong += not (excuse and outcome == "survived")
         print(f"{outcome}: {name}" + (f"\n    ({excuse})" if excuse else ""), flush=True)
 
+    def withdraw(self, name: str, by: str) -> None:
+        """A mutant that counted as caught is not judged."""
+        self.caught -= 1
+        self.wrong += 1
+        print(f"not judged: {name}\n    {by} also fails without it", flush=True)
+
     @property
     def good(self) -> bool:
         return not self.wrong and self.caught >= ENOUGH * (self.caught + self.survived)
@@ -83,7 +104,7 @@ def _is_wanted(wanted: Sequence[str], *texts: str) -> bool:
 def _first_failure(output: str, *, in_time: bool = True) -> str:
     """The test that has failed, from pytest's output."""
     if not in_time:
-        return "a test that did not end"
+        return _DID_NOT_END
     found = re.search(r"^(?:FAILED|ERROR) (\S.*)$", output, flags=re.MULTILINE)
     return found[1] if found else "a run that failed as a whole"
 
@@ -93,22 +114,36 @@ def by_rule(wanted: Sequence[str], each: int, seed: int, abreast: int, verbose: 
     sources = {file: (PACKAGE / file).read_text() for file in chosen}
     takes = _times([Trial(file, sources[file], tests, _SECONDS, None) for file, tests in chosen.items()], abreast)
     trials = [
-        Trial(file, change.source, tests, 20 + 5 * takes[file], change)
+        Trial(file, change.source, tests, 60 + 5 * takes[file], change)
         for file, tests in chosen.items()
         for change in sample(changes_of(sources[file]), each, seed)
     ]
     tally = Tally(verbose)
     modules: dict[str, list[bool]] = {file: [] for file in chosen}
+    late: list[Trial] = []
     for trial, status, _, output in verdicts(trials, abreast):
         change: Change = trial.label
         survived = status == _PASSED
         modules[trial.file].append(not survived)
         excuse = EXCUSES.get((trial.file, change.key), "")
         by = _first_failure(output, in_time=status is not None)
-        tally.add(f"{trial.file}:{change.line}: {change.key}", "survived" if survived else "caught", excuse, by)
+        if by == _DID_NOT_END or "Timeout" in by:
+            late.append(trial)
+        tally.add(_place(trial), "survived" if survived else "caught", excuse, by)
+    # Perhaps the machine was too busy, and not the mutant too slow.
+    unchanged = {trial.file: trial._replace(source=sources[trial.file]) for trial in late}
+    slow = {verdict.trial.file for verdict in verdicts(unchanged.values(), abreast) if verdict.status != _PASSED}
+    for trial in late:
+        if trial.file in slow:
+            tally.withdraw(_place(trial), _DID_NOT_END)
     for file, caught in sorted(modules.items()):
         print(f"  {sum(caught):3} of {len(caught):3}  {file}")
     return tally
+
+
+def _place(trial: Trial) -> str:
+    change: Change = trial.label
+    return f"{trial.file}:{change.line}: {change.key}"
 
 
 def _times(unchanged: Sequence[Trial], abreast: int) -> dict[str, float]:
@@ -133,10 +168,19 @@ def _times(unchanged: Sequence[Trial], abreast: int) -> dict[str, float]:
 def by_hand(wanted: Sequence[str], abreast: int, verbose: bool) -> Tally:
     chosen = [mutant for mutant in MUTANTS if _is_wanted(wanted, mutant.file, mutant.what)]
     tally = Tally(verbose)
+    caught: list[tuple[Mutant, str]] = []
     with ThreadPoolExecutor(abreast) as pool:
         for mutant, (outcome, by) in zip(chosen, pool.map(_outcome, chosen), strict=True):
-            tally.add(f"{mutant.file}: {mutant.what}", outcome, mutant.excuse, by)
+            tally.add(_name(mutant), outcome, mutant.excuse, by)
+            if outcome == "caught":
+                caught.append((mutant, by))
+    for mutant, by in _unjudged(caught):
+        tally.withdraw(_name(mutant), by)
     return tally
+
+
+def _name(mutant: Mutant) -> str:
+    return f"{mutant.file}: {mutant.what}"
 
 
 def _outcome(mutant: Mutant) -> tuple[str, str]:
@@ -150,16 +194,42 @@ def _outcome(mutant: Mutant) -> tuple[str, str]:
         if text.count(mutant.old) != 1:
             return "does not apply", ""
         file.write_text(text.replace(mutant.old, mutant.new))
-        options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
-        command = [sys.executable, "-m", "pytest", *options, *mutant.tests]
-        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        status, output = _pytest(copy, ["-x", *mutant.tests], _SECONDS)
+    if status is None or status:
+        return "caught", _first_failure(output, in_time=status is not None)
+    return "survived", ""
+
+
+def _unjudged(caught: Sequence[tuple[Mutant, str]]) -> list[tuple[Mutant, str]]:
+    """The mutants whose test also fails without them. Without the name of a test, all tests of the mutant are run."""
+    names = {mutant: [by.split(" - ")[0]] if "::" in by else list(mutant.tests) for mutant, by in caught}
+    wanted = sorted({name for tests in names.values() for name in tests})
+    if not wanted:
+        return []
+    _, output = _pytest(ROOT / "src", wanted, _SECONDS + 10 * len(wanted))
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, flags=re.MULTILINE)
+    if not failed and not re.search(r"^\d+ passed", output, flags=re.MULTILINE):
+        raise RuntimeError(f"the tests do not run without mutants:\n{output}")
+    return [(mutant, by) for mutant, by in caught if any(bad.startswith(n) for bad in failed for n in names[mutant])]
+
+
+def _pytest(source: Path, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """Pytest's exit status with the package in ``source``, None if it did not end in time; and its output."""
+    options = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
+    command = [sys.executable, "-c", _PYTEST, *options, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS)
+            status: int | None = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=seconds
+            ).returncode
         except subprocess.TimeoutExpired:
-            return "caught", _first_failure("", in_time=False)
-    if done.returncode > 1 and "error" not in done.stdout:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return ("caught", _first_failure(done.stdout)) if done.returncode else ("survived", "")
+            status = None
+        output.seek(0)
+        text = output.read()
+    if status is not None and status > 1 and "error" not in text.lower():
+        raise RuntimeError(f"{' '.join(command)}\n{text}")
+    return status, text
 
 
 def main() -> int:

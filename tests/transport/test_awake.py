@@ -249,7 +249,7 @@ def test_a_good_exchange_makes_the_next_pause_short(monkeypatch: pytest.MonkeyPa
 
 
 def busy_seconds(found: Readable, timeout: float) -> float:
-    """The processor time of this thread while it waits in vain."""
+    """The processor time of this thread while it waits, and nothing comes."""
     before = time.thread_time()
     assert not found.wait(timeout)
     return time.thread_time() - before

@@ -234,7 +234,7 @@ class Lead:
         return True
 
     def _read(self, line: Served, token: int, timeout: float | None) -> bool:
-        """Read a line. False if nothing came, or if the line has ended; it then belongs to this lead no more."""
+        """Read a line. False if nothing came, or if the line has ended, so that this lead no longer has it."""
         start = time.monotonic()
         try:
             came = line.channel.read(timeout)
@@ -382,7 +382,7 @@ class Lead:
                 self._epoll.unregister(line.descriptor)
 
     def _failed(self, line: Served, token: int, error: Exception) -> bool:
-        """End a line that has failed. False if this thread leads no more, or if no line is left to lead."""
+        """End a line that has failed. False if this thread no longer leads, or if no line is left to lead."""
         serving = self._serving
         serving.state.handling = False
         serving.state.lead = None
@@ -454,7 +454,7 @@ class Lead:
     def begin_waiting(self, token: int) -> bool:
         """Keep the lead during a wait of the leader's request. Its thread must watch the lines meanwhile (`fileno`).
 
-        False if the thread leads no more, or must pass the lead on: another message of the line has been read already.
+        False if the thread no longer leads, or must pass the lead on because another message of the line has been read.
         """
         if self._alone is not None:
             return False

@@ -303,7 +303,7 @@ class Translation:
             raise
 
     def _checked(self, frame: Frame) -> Frame:
-        """The frame, unless it is over the size limit: then the peer would close the connection, so this raises."""
+        """The frame. Raises if it is over the size limit: the peer would refuse it, or even close the connection."""
         if frame.size > self._max_message_bytes:
             raise UnsendableError(
                 f"a message of {frame.size} bytes is over the limit of {self._max_message_bytes}: send it in parts, or "

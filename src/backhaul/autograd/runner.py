@@ -125,7 +125,7 @@ class Runner:
         return run.outcome
 
     def _pass_on(self, local: LocalPass, component: Component) -> Outcome | None:
-        """Send the gradients of tensors that were sent on unchanged back. Returns None if torch must run."""
+        """Send back the gradients of tensors that were sent on unchanged. Returns None if torch must run."""
         if not self._believes or node_hooks.are_there():
             return None
         passed = local.passed_on(component)

@@ -45,7 +45,7 @@ _RATIOS = {
 
 
 class Floor(NamedTuple):
-    """How many times faster than torch a call must be, over TLS and plain. None: there is no floor."""
+    """How many times faster than torch a call must be, over TLS and plain. None stands for no floor."""
 
     tls: float | None
     plain: float

@@ -125,7 +125,7 @@ class HostCopy:
             self._chunks.append((end, event))
 
     def done(self) -> int:
-        """How many bytes are there."""
+        """The number of bytes that have been copied."""
         while self._chunks and self._device.is_over(self._chunks[0][1].number):
             self._done, event = self._chunks.popleft()
             self._give_back(event)

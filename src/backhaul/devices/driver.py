@@ -153,7 +153,7 @@ class _ThreadState(threading.local):
 
 _state = _ThreadState()  # of a thread: where the driver's context is current
 
-current: Callable[[int], Key] = getattr(torch._C, "_cuda_getCurrentStream", lambda device: (0, device, 1))
+current_key: Callable[[int], Key] = getattr(torch._C, "_cuda_getCurrentStream", lambda device: (0, device, 1))
 """The current stream of the calling thread on a device. A torch without CUDA has no such function."""
 
 
@@ -164,7 +164,7 @@ def current_stream(device: int) -> Stream:
         with torch.cuda.device(device):
             torch.cuda.set_device(device)
         _state.ready.add(device)
-    return handle(current(device))
+    return handle(current_key(device))
 
 
 def handle(key: Key) -> Stream:
@@ -181,7 +181,7 @@ def torch_stream(device: int) -> torch.cuda.Stream:
     """The current stream of the calling thread on a device, as torch's object. ``torch.cuda.current_stream`` makes a
     new one for each call, which takes as long as enqueuing an operation.
     """
-    return _stream(current(device))
+    return _stream(current_key(device))
 
 
 def _stream(key: Key) -> torch.cuda.Stream:
@@ -201,7 +201,7 @@ def new_stream(device: int) -> Key:
 
 def make_current(keys: Sequence[Key]) -> None:
     """Set the current streams of the calling thread. Torch also changes the current device then; this restores it."""
-    others = [key for key in keys if current(key[1]) != key]
+    others = [key for key in keys if current_key(key[1]) != key]
     if others:
         here = torch._C._cuda_getDevice()
         for id, index, kind in others:
@@ -217,7 +217,7 @@ class Event:
     def __init__(self, device: int) -> None:
         with torch.cuda.device(device):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()  # makes it
+            self._event.record()  # torch creates the event when it is first recorded
         self.number = int(self._event.cuda_event)
 
 

@@ -32,7 +32,7 @@ class Event(Protocol):
 class Driver(Protocol):
     """The operations of GPUs on streams. Streams and events are given by number, as in `discipline.Device`."""
 
-    def current(self, device: int, /) -> Key:
+    def current_key(self, device: int, /) -> Key:
         """The current stream of the calling thread on a device."""
 
     def current_stream(self, device: int) -> int:
@@ -73,7 +73,7 @@ class Streams:
     def __init__(self, devices: Sequence[int], driver: Driver) -> None:
         self.devices = tuple(devices)
         self._driver = driver
-        self._current = driver.current  # called for each message
+        self._current = driver.current_key  # called for each message
         self._state = _ThreadState()
         self._lock = threading.Lock()
         # Written under _lock:

@@ -77,7 +77,7 @@ def new_baton() -> Baton:
 @contextmanager
 def fresh(devices: Sequence[int]) -> Iterator[None]:
     """A block in which the current stream of each of these GPUs is a new one from torch's pool."""
-    before = list(map(driver.current, devices))
+    before = list(map(driver.current_key, devices))
     driver.make_current(list(map(driver.new_stream, devices)))
     try:
         yield

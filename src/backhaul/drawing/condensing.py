@@ -26,7 +26,8 @@ _MOST_RANGES = 10
 _MOST_LEAF_BOXES = 8
 
 Owner = tuple[str, ...]
-"""A module: the class of its outermost module, with a number if there are several, then the names that lead to it."""
+"""The path of a module: the class of the outermost module around it, with a number if there are several of that class,
+and then the names of attributes that lead to it."""
 
 
 class Operation(NamedTuple):

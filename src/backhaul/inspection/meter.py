@@ -151,7 +151,7 @@ class Meter:
         self._split = {"run": 0.0, "gate": 0.0, "wait": 0.0}
         self._starters: dict[int, _Pass] = {}  # by the thread that started the pass
         self._stints: dict[int, list[_Stint]] = {}  # by thread, the innermost last
-        self._turned: dict[int, int] = {}  # when the innermost part of a thread was last resumed
+        self._turned: dict[int, int] = {}  # by thread, when its innermost stint began or was resumed
 
     # On and off.
 

@@ -253,6 +253,9 @@ class Course:
         """Move to the next phase if all hosts are ready for it or have failed."""
         if self.phase == "running":  # a host is back
             return self._reach([berth for berth in self._berths if berth.state == "ready"], now)
+        first = self._berths[0]
+        if self.phase == "listening" and first.state == "closed":
+            return self._fail(Outcome(HOST_FAILED, first.failure, stopped=False), now)
         wanted = {"gathering": "ready", "reaching": "up"}.get(self.phase)
         if wanted is None or any(berth.state not in (wanted, "closed") for berth in self._berths):
             return []
@@ -276,8 +279,13 @@ class Course:
             return self._fail(Outcome(HOST_FAILED, why, stopped=False), now)
         self.phase = "listening"
         self._address = address
-        first.deadline = now + _REACH_SECONDS + self.terms.host_timeout
+        first.deadline = now + self._reach_seconds
         return [Send(0, protocol.Listen(address, self.terms.master_port))]
+
+    @property
+    def _reach_seconds(self) -> float:
+        """How long a host may take to say that it listens, or that it has reached the first host."""
+        return _REACH_SECONDS + self.terms.host_timeout
 
     def _local_address(self) -> str | None:
         """The address of the launcher's machine, which is the first host, that faces the other hosts."""
@@ -299,7 +307,7 @@ class Course:
 
     def _reach(self, berths: Sequence[_Berth], now: float) -> list[Action]:
         for berth in berths:
-            berth.deadline = now + _REACH_SECONDS + self.terms.host_timeout
+            berth.deadline = now + self._reach_seconds
         # While the group runs, its own store has the port, or had it: only the route matters, not the answer.
         return [Send(berth.number, protocol.Reach(self._address, self._port, _REACH_SECONDS)) for berth in berths]
 
@@ -382,8 +390,11 @@ class Course:
         if berth.state == "away" and now >= berth.deadline:
             return [self._connect(berth, now)]
         if berth.connected and now >= berth.deadline:
-            name, seconds = berth.host.name, self.terms.connect_timeout
-            return self._unusable(berth, f"host {name} has not answered within {seconds:g} s (--connect-timeout)", now)
+            if berth.state == "ready":  # it was told to listen, or to reach the first host
+                limit = f"{self._reach_seconds:g} s"
+            else:
+                limit = f"{self.terms.connect_timeout:g} s (--connect-timeout)"
+            return self._unusable(berth, f"host {berth.host.name} has not answered within {limit}", now)
         if grants is None or berth.state not in ("up", "cut off"):
             return []
         silence = f"has not answered for {grants.silence(now):.0f} s"

@@ -39,9 +39,9 @@ _role: Literal["driver", "loading", "worker"] = "driver"
 def describe(main: ModuleType) -> MainModule:
     """How to load ``main`` again in another process.
 
-    Neither name nor path for a notebook or an interpreter, whose ``__main__`` is not a file.
-    Nor for ``python -m package``: a ``__main__.py`` rarely has a guard, and loading
-    unittest's again would run the tests again.
+    The result has neither a name nor a path for a notebook or an interpreter, whose ``__main__`` is not a file. The
+    same holds for ``python -m package``: a ``__main__.py`` rarely has a guard, and a second load of unittest's would
+    run the tests again.
     """
     spec = getattr(main, "__spec__", None)
     if spec is not None:

@@ -36,6 +36,8 @@ from backhaul.options import RpcOptions
 _log = logging.getLogger(__name__)
 
 JOIN = "join"
+_END_SECONDS = 30.0
+"""How long workers that have left their group may take to end by themselves."""
 
 beginning: list[str] = []
 """Statements that every worker process begins with. Of the launching process, which has no worker."""
@@ -171,10 +173,10 @@ class Members:
         """From now on, log a warning when a worker ends by itself."""
         self._expected = False
 
-    def wait(self, timeout: float = GRACE) -> None:
-        """Wait for the processes to end by themselves."""
+    def wait(self) -> None:
+        """Wait for the processes to end by themselves, which may take seconds on a busy machine."""
         self._expected = True
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + _END_SECONDS
         for process in self.processes:
             process.over.wait(max(0.0, deadline - time.monotonic()))
 

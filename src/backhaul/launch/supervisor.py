@@ -154,11 +154,8 @@ class Supervisor:
         return process
 
     def attend(self, fd: int, callback: Callable[[], None]) -> None:
-        """Make `poll` call ``callback`` when ``fd`` is readable, until `ignore` is called for it."""
+        """Make `poll` call ``callback`` when ``fd`` is readable."""
         self._selector.register(fd, selectors.EVENT_READ, callback)
-
-    def ignore(self, fd: int) -> None:
-        self._selector.unregister(fd)
 
     def feed(self, fd: int) -> Feed:
         """A `Feed` that owns ``fd``; `poll` writes its bytes whenever there is room."""

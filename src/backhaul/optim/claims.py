@@ -27,7 +27,7 @@ class _Claim:
         self._claims._make(self)
         try:
             self._claims.baton.take()
-        except BaseException:  # of the GPU
+        except BaseException:  # an error of the GPU
             self._claims._release(self)
             raise
 

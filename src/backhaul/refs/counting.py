@@ -141,7 +141,8 @@ class Counting:
     def held_by(self, peer: int) -> int:
         """The number of references to values of ours that this worker has, including those under way to it.
 
-        References to values of other workers that are under way to it count, too, but none to its own values.
+        References to values of third workers count, too, while they are under way to it. References to its own values
+        never count.
         """
         return self._listed[peer] + self._pins.towards(peer) - self._pins.returning(peer)
 

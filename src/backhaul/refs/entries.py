@@ -59,7 +59,7 @@ class Pins(dict[ShareId, Pin]):
     def __init__(self) -> None:
         super().__init__()
         self._towards: Counter[int] = Counter()  # worker -> number of pins towards it
-        self._returning: Counter[int] = Counter()  # worker -> those of them that are about its own values
+        self._returning: Counter[int] = Counter()  # worker -> pins towards it of its own values
         self._given: Counter[tuple[RefId, int]] = Counter()  # (value, worker) -> number of its pins towards the worker
 
     def add(self, share: ShareId, pin: Pin) -> None:
@@ -86,7 +86,7 @@ class Pins(dict[ShareId, Pin]):
         return self._towards[worker]
 
     def returning(self, worker: int) -> int:
-        """The number of references that are under way to that worker, and are about its own values."""
+        """The number of references to its own values that are under way to that worker."""
         return self._returning[worker]
 
     def is_under_way(self, ref: RefId, worker: int) -> bool:

@@ -1,4 +1,4 @@
-"""Checks whose process is at the other end of a unix socket. The kernel tells it."""
+"""Checks which user's process is at the other end of a unix socket, as the kernel reports it."""
 
 from __future__ import annotations
 

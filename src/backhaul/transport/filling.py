@@ -16,7 +16,7 @@ _A_MOMENT = 1e-4
 
 
 def missing(filling: Filling) -> int:
-    """How many bytes are not there yet."""
+    """The number of bytes that the device has not copied yet."""
     try:
         return filling.missing
     except DriverError as error:
@@ -24,7 +24,7 @@ def missing(filling: Filling) -> int:
 
 
 def wait_while(fills: Callable[[], bool], seconds: float) -> bool:
-    """Wait. Returns False after this many seconds."""
+    """Wait until ``fills()`` is false. Returns whether it was, within this many seconds."""
     end = time.monotonic() + seconds
     pause = _FIRST_PAUSE
     while fills():

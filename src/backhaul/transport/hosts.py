@@ -92,7 +92,7 @@ def address_towards(host: str, family: int = socket.AF_UNSPEC) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes on the same machine reach this address. What is no numeric address is not loopback."""
+    """Whether only processes on the same machine reach this address. A name counts as one that others reach."""
     try:
         return _parsed(address).is_loopback
     except ValueError:

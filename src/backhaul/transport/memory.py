@@ -110,7 +110,7 @@ class MemoryChannel(Channel):
                 raise ChannelClosed("the channel ended")
             if not self._inbox:
                 self._bell.hush()
-                # A message from before the hush rings no more, so look again; one that comes after it rings.
+                # The hush has silenced messages that came before it, so look again. Later messages ring.
                 if not self._inbox and not self._ended:
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:

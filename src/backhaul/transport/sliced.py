@@ -92,7 +92,7 @@ class SlicedChannel(Channel):
         return True
 
     def _begin_whole(self, frame: Frame) -> bool:
-        """Let a frame leave when it no longer fills. Returns False, as `write` does then."""
+        """Keep a frame until all of its bytes are there. Returns False, because it has not left."""
         self._whole = frame
         self.between = True
         return False

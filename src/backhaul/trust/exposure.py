@@ -56,7 +56,7 @@ class Table:
         self._exceptions: dict[str, str] = {}  # "module.qualname" -> the key above, of exposed classes of exceptions
 
     def get(self, name: str) -> Exposed | None:
-        """The entry of a name, whichever peers it is for; None if there is none."""
+        """The entry of a name, for any peers. None if there is no entry."""
         found = self._entries.get(name)
         return found if found is not None or self._below is None else self._below.get(name)
 

@@ -23,22 +23,22 @@ _MAX_NUMBER = 1 << 63
 
 
 class Rights:
-    """The rights of peers that are believed. ``limit`` is the most references that a peer may have; None: no limit."""
+    """The rights of peers that are believed. ``limit``: the most references of a peer, or None for no limit."""
 
     def __init__(self, counting: Counting, limit: int | None) -> None:
         self.limit = limit
         self._counting = counting
 
     def complaint(self, request: Any, peer: int) -> str | None:
-        """What is wrong with the value that a request asks for, or with the references that it brings. None: fine."""
+        """What is wrong with the value that a request asks for, or with the references that it brings, or None."""
         return None
 
     def objection(self, refs: Refs, peer: int) -> str | None:
-        """What is wrong with the references that a message of that worker brings. None: fine."""
+        """What is wrong with the references that a message of that worker brings, or None."""
         return None
 
     def excess(self, peer: int, refs: Sequence[RefId]) -> str | None:
-        """Why a peer may not get these references, or make these values, besides what it has. None: it may.
+        """Why a peer may not get these references, or make these values, in addition to those it has. None if it may.
 
         References to the peer's own values go back to it. They have a limit of their own: until they have arrived, this
         worker keeps something for each, and a peer that lies need not say that they have.

@@ -18,7 +18,7 @@ class Copying(Protocol):
     size: int
 
     def done(self) -> int:
-        """How many bytes are there. Raises what the device fails with."""
+        """The number of bytes that have been copied. Raises the error of the device."""
 
 
 class Filling:
@@ -33,7 +33,7 @@ class Filling:
 
     @property
     def missing(self) -> int:
-        """How many bytes at the end of the payload are not there yet. Raises what the device fails with."""
+        """The number of bytes at the end of the payload that are still to come. Raises the error of a device."""
         while self._copies:
             start, copying = self._copies[0]
             done = copying.done()

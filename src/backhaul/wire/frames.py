@@ -84,7 +84,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     places: Sequence[int] = ()
     """If some buffers are in segments already: the segment of each buffer, or 0. Those are not among the pieces."""
     filling: Filling | None = None
-    """If a device still copies data into the pieces: how far it is."""
+    """How far a device is that still copies data into the pieces. None if all bytes are there."""
     owned: bool = False
     """No other code changes the memory of the pieces, although there is a ``keep``."""
 

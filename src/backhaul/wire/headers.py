@@ -129,7 +129,7 @@ class Alone(NamedTuple):
     shape: Sequence[int]
     requires_grad: bool
     device: int
-    """The code of the device where it goes."""
+    """The code of the device to which it goes."""
     nbytes: int
 
 

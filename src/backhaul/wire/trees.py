@@ -226,7 +226,7 @@ class Unpacking(msgspec.Struct, eq=False):
     names: Names
     depth: int
     bounds: Bounds | None
-    announced: Container[Any] | None  # what extensions may find in the tree; None: no limit
+    announced: Container[Any] | None  # what extensions may find in the tree; None means no limit
     _subclasses: dict[int, Any] | None = None
 
     def keep(self, number: int, value: Any) -> Any:
