@@ -168,6 +168,13 @@ def test_a_reader_in_inference_mode_takes_the_general_way() -> None:
     assert envelope.tensors[0].requires_grad
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_table_of_no_tensors(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        (envelope,) = Decoder().receive_data(frame_of(bytes(8), b""))
+    assert envelope.tensors == []
+
+
 def test_every_single_bit_flip_by_both_ways() -> None:
     """Whatever the short way accepts, the general way accepts too, with the same result."""
     sent = torch.arange(6.0).reshape(2, 3).requires_grad_()

@@ -88,7 +88,7 @@ _made: dict[tuple[int, int, tuple[int, ...], int], bytes] = {}
 singles: dict[bytes, tuple[int, Sequence[Small]]] = {}  # with the bytes that follow the table: see `recognise`
 _alone: dict[bytes, Alone] = {}
 _parsed: dict[bytes, tuple[int, Table]] = {}
-_MAX_PARSED_BYTES = 1 << 18  # the most bytes of tables in `_parsed`; a parsed table takes up to 40 times its bytes
+_MAX_PARSED_BYTES = 1 << 18  # the most bytes of tables in `_parsed`; a parsed table takes up to 45 times its bytes
 _parsed_bytes = 0
 
 
@@ -117,9 +117,7 @@ class Table(NamedTuple):
     sizes: Sequence[int]  # of the buffers
     owners: Sequence[Header | None]  # for each buffer: the only tensor in it, if that fills it; else None
     claimed: int = 0  # bytes that the shapes represent beyond the memory of the tensors: see `claim`
-    plain: Sequence[Small] | None = (
-        None  # if each is for the CPU, contiguous, and the only one in the buffer of its index
-    )
+    plain: Sequence[Small] | None = None  # if each is for the CPU, contiguous, and alone in the buffer of its index
 
 
 class Alone(NamedTuple):

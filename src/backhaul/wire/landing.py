@@ -118,7 +118,7 @@ def landing_of(table: bytes, payload: int) -> Landing | LandingTogether:
     """The landing for a table that `payload` bytes of buffers follow. Raises ProtocolError if the table is invalid."""
     if payload <= _MOST_TOGETHER:
         plain = headers.recognise(table, payload)
-        if plain is not None and max(nbytes for *_, nbytes in plain) <= COLLECT_BELOW:
+        if plain and max(nbytes for *_, nbytes in plain) <= COLLECT_BELOW:
             return LandingTogether(plain, payload)
     return Landing.parse(table, payload)
 
