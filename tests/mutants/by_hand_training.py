@@ -246,7 +246,7 @@ TRAINING = (
     Mutant(
         "autograd/runner.py",
         "a thread keeps its run after the run has ended",
-        "            functions.thread.run = before\n",
+        "            thread.run = before\n",
         "",
         ("tests/autograd/test_runner.py",),
     ),

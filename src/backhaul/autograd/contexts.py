@@ -205,8 +205,9 @@ class Record:
         if len(self.ran) >= _NOTED:
             del self.ran[: -_NOTED // 2]
         self.floors[starter] = max(floor, self.floors.get(starter, 0))
-        self.aborted = {id for id in self.aborted if not self.is_over(id)}
-        return [self.passes.pop(id) for id in list(self.passes) if self.is_over(id)]
+        if self.aborted:
+            self.aborted = {id for id in self.aborted if not self.is_over(id)}
+        return [self.passes.pop(id) for id in list(self.passes) if self.is_over(id)] if self.passes else []
 
     def is_over(self, backward: int) -> bool:
         """Whether a pass is known to be over, because its starter has begun a later one after it."""

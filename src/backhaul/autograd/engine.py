@@ -16,7 +16,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter_ns
 
@@ -26,7 +26,7 @@ from backhaul.agent.agent import Agent
 from backhaul.agent.line import Line
 from backhaul.agent.observing import GradientsCame, PassBegan, PassEnded, Planned
 from backhaul.autograd import functions, joint_hooks, node_hooks
-from backhaul.autograd.contexts import Contexts, Record, gone
+from backhaul.autograd.contexts import Contexts, Record, Send, gone
 from backhaul.autograd.functions import ROOT, rank_of
 from backhaul.autograd.local_pass import LocalPass
 from backhaul.autograd.progress import Progress
@@ -34,7 +34,7 @@ from backhaul.autograd.started_pass import StartedPass
 from backhaul.devices.streams import use
 from backhaul.edges.compression import devices_of, expanded
 from backhaul.errors import ContextError, ProtocolError, QuotaError, RpcTimeoutError
-from backhaul.trust.checking import Charges, checked_all, is_sorted
+from backhaul.trust.checking import Charges, Like, checked_all, is_sorted
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.landing import Later
 from backhaul.wire.messages import Check, Failed, Gradients, Pass, Report, Resolve, Resolved, TakePart
@@ -45,26 +45,36 @@ _MAX_PASSES = 256
 
 
 def _gradients(
-    message: Gradients, envelope: Envelope, expected: Callable[[int], torch.device], limit: int
+    message: Gradients, envelope: Envelope, sends: Mapping[int, Send], limit: int
 ) -> dict[int, tuple[torch.Tensor | None]]:
     """The gradients of a message, by source. They are removed from the envelope, so that the caller holds the only
     references, and can store them without a copy.
     """
-    found: dict[int, tuple[torch.Tensor | None]] = dict.fromkeys(message.sources, (None,))
+    sources = message.sources
+    found: dict[int, tuple[torch.Tensor | None]] = dict.fromkeys(sources, (None,))
     if type(envelope.tensors) is Later:
-        devices = [expected(message.sources[place]) for place in message.present]
+        devices = [sends[sources[place]].device for place in message.present]
         envelope.tensors.land(devices_of(message.coded, devices) if message.coded else devices)
     if message.coded:
         envelope.tensors[:] = expanded(message.coded, envelope.tensors, limit)
     for place, gradient in zip(message.present, envelope.tensors, strict=True):
-        found[message.sources[place]] = (gradient,)
+        found[sources[place]] = (gradient,)
     envelope.tensors.clear()
     return found
 
 
-def _on(device: torch.device, gradients: tuple[torch.Tensor | None]) -> tuple[torch.Tensor | None]:
-    (gradient,) = gradients
-    return (None if gradient is None else gradient.to(device),)
+def _like(sends: Mapping[int, Send], source: int) -> Like | None:
+    return sends[source].like
+
+
+def _moved(
+    found: Mapping[int, tuple[torch.Tensor | None]], sends: Mapping[int, Send]
+) -> dict[int, tuple[torch.Tensor | None]]:
+    """The gradients, each on the device of the tensor that was sent."""
+    return {
+        source: (None if gradient is None else gradient.to(sends[source].device),)
+        for source, (gradient,) in found.items()
+    }
 
 
 class Engine(Progress):
@@ -254,13 +264,13 @@ class Engine(Progress):
                 local.carry(message.consumed, message.emitted)
         on_devices = type(envelope.tensors) is Later
         limit = self.agent.options.message_limit if message.coded else 0
-        found = _gradients(message, envelope, lambda source: sends[source].device, limit)
+        found = _gradients(message, envelope, sends, limit)
         if self.agent.devices is not None:
             if not on_devices:  # they came by a shortcut from a worker without a GPU
-                found = {source: _on(sends[source].device, found[source]) for source in found}
+                found = _moved(found, sends)
             self.agent.devices.streams.leave_word()  # another thread may use them
         if self._doubts:
-            found = checked_all(found, lambda source: sends[source].like)
+            found = checked_all(found, partial(_like, sends))
         components, ask = local.arrive(found, peer)
         del found  # so that the pass has the only references, and can store a gradient without a copy
         if self._observers:

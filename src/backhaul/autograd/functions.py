@@ -198,6 +198,21 @@ def send(source: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return output
 
 
+def sends(first: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The dummy output of a Send for each of these tensors. ``first`` is the source of the first one."""
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return sends(first, tensors)
+    uses = _first_uses(tensors)
+    outputs: list[torch.Tensor] = []
+    for source, tensor in enumerate(tensors, first):
+        outputs.append(_apply_send(source, tensor))
+        if type(tensor.grad_fn) is RecvNode:
+            _notice_hooks(tensor)
+    del uses
+    return outputs
+
+
 def _notice_hooks(tensor: torch.Tensor) -> None:
     """Attach a dict of hooks to a received tensor that is sent on unchanged, so that `passes_on` can see its hooks.
 

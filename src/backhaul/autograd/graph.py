@@ -30,7 +30,7 @@ holds for a run that has not begun because its latest gate has no gradients yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ class Reached(NamedTuple):
     leaves: Sequence[Node]
     recvs: Mapping[Node, Collection[int]]
     """The Recvs, each with the outputs that are reached."""
-    nodes: frozenset[Node]
+    nodes: Set[Node]
     """All other nodes, without the Send itself: it keeps this, and must not refer to itself."""
     size: int
     """The number of nodes, with the Send."""
@@ -307,7 +307,7 @@ def _walk(start: Node, most: float = math.inf) -> Reached | None:
                 recvs[node].add(output)
         if len(todo) > most:
             return None
-    return Reached(leaves, recvs, frozenset(seen.difference(apart, leaves, recvs)), len(seen) - 1)
+    return Reached(leaves, recvs, seen.difference(apart, leaves, recvs), len(seen) - 1)
 
 
 def reach(starts: Iterable[Node], seen: set[Any]) -> dict[Node, list[int]]:

@@ -39,6 +39,8 @@ Starts = tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]
 MOST_SHORTCUTS = 64
 """The most shortcuts in a message. Beyond them, gradients go through the starter, which has more."""
 
+_NoneType = type(None)
+
 _OVER = ContextError("the autograd context of this backward pass has been left")
 
 
@@ -255,8 +257,7 @@ class LocalPass:
                 else:
                     values = [gradient for source in sources for gradient in box[source]]
                     edges = [edge for source in sources for edge in self._edges(source)]
-                # `in` would compare tensors by value.
-                if not any(gradient is None for gradient in values):
+                if _NoneType not in map(type, values):
                     for source in sources:
                         del box[source]
                     return tuple(starmap(GradientEdge, edges)), tuple(values)  # type: ignore[arg-type]

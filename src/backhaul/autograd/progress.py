@@ -165,13 +165,15 @@ class Progress:
         ``may_wait``: the calling thread has nothing else to do, so it may wait. A thread that waits at a gate is in the
         middle of a run, and starts no other.
         """
-        inside = functions.thread.run is not None
-        for number, component in enumerate(components, 1):
-            last = number == len(components)
-            if inside or (component.waits and not may_wait) or not last:
-                self.agent.pool.run(partial(self.run, local, component))
-            else:
-                self.run(local, component)
+        if not components:
+            return
+        for component in components[:-1]:
+            self.agent.pool.run(partial(self.run, local, component))
+        last = components[-1]
+        if functions.thread.run is not None or (last.waits and not may_wait):
+            self.agent.pool.run(partial(self.run, local, last))
+        else:
+            self.run(local, last)
 
     def runs(self) -> list[EngineRun]:
         """The current runs of torch's engine."""

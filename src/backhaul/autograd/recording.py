@@ -17,7 +17,7 @@ import torch
 from backhaul.agent.recording import Tensors
 from backhaul.autograd import mistakes
 from backhaul.autograd.contexts import Contexts, Record, Send, current_context
-from backhaul.autograd.functions import Reach, Recv, rank_of, receive, send
+from backhaul.autograd.functions import Reach, Recv, rank_of, receive, sends
 from backhaul.autograd.graph import foresee
 from backhaul.errors import ProtocolError
 from backhaul.ids import WorkerInfo
@@ -120,16 +120,15 @@ class Recorder:
             record.require_room(len(record.sends) + len(recorded))
         record.told.add(to.id)
         message = source = self._contexts.new_id(len(recorded))
-        sends: dict[int, Send] = {}
-        for tensor in recorded:
-            output = send(source, [tensor])
+        made: dict[int, Send] = {}
+        for tensor, output in zip(recorded, sends(message, recorded), strict=True):
             properties = None if self._tells else like(tensor)
-            sends[source] = Send(message, to, output.grad_fn, output, tensor.device, properties)
+            made[source] = Send(message, to, output.grad_fn, output, tensor.device, properties)
             source += 1
-        record.add(sends)
+        record.add(made)
         reach: Reach | None = None
         if self._tells:
-            reach = _foreseen(sends.values()) if record.recvs else ()
+            reach = _foreseen(made.values()) if record.recvs else ()
         return Mark(record.id, message, True, reach), tensors
 
 

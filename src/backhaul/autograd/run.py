@@ -22,7 +22,7 @@ import threading
 import time
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +50,13 @@ Mine = dict[int, tuple[torch.Tensor | None]]
 class Parcel:
     """Gradients for one worker that are not sent yet."""
 
-    __slots__ = ("nbytes", "present", "shortcuts", "sources", "tensors", "to")
+    __slots__ = ("absent", "nbytes", "shortcuts", "sources", "tensors", "to")
 
     def __init__(self, to: WorkerInfo) -> None:
         self.to = to
         self.sources: list[int] = []
-        self.present: list[int] = []
+        self.absent: set[int] = set()
+        """Those of the sources that get no gradient."""
         self.tensors: list[torch.Tensor] = []
         self.shortcuts: tuple[Shortcut, ...] = ()
         self.nbytes = 0
@@ -70,21 +71,26 @@ class Parcel:
         return [first + output for output in sorted(outputs)]
 
     def add(self, source: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            if type(gradient) is not torch.Tensor:
-                gradient = plain(gradient)
-            if gradient.layout is _strided:
-                size = gradient.nbytes
-                if size <= _SMALL and not gradient.is_contiguous():
-                    # The gradient of a sum, for example, is one expanded number. Describing its strides costs more.
-                    gradient = gradient.contiguous()
-                self.nbytes += size
-            self.present.append(len(self.sources))
-            self.tensors.append(gradient)
         self.sources.append(source)
+        if gradient is None:
+            self.absent.add(source)
+            return
+        if type(gradient) is not torch.Tensor:
+            gradient = plain(gradient)
+        if gradient.layout is _strided:
+            size = gradient.nbytes
+            if size <= _SMALL and not gradient.is_contiguous():
+                # The gradient of a sum, for example, is one expanded number. Describing its strides costs more.
+                gradient = gradient.contiguous()
+            self.nbytes += size
+        self.tensors.append(gradient)
 
     def message(self, backward: Pass, consumed: tuple[int, ...] = (), emitted: tuple[int, ...] = ()) -> Gradients:
-        return Gradients(backward, tuple(self.sources), tuple(self.present), consumed, emitted, (), self.shortcuts)
+        sources, absent = self.sources, self.absent
+        places: Iterable[int] = range(len(sources))
+        if absent:
+            places = [place for place in places if sources[place] not in absent]
+        return Gradients(backward, tuple(sources), tuple(places), consumed, emitted, (), self.shortcuts)
 
 
 class _Held:

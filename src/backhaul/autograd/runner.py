@@ -15,8 +15,9 @@ import torch
 
 from backhaul.agent.agent import Agent
 from backhaul.agent.observing import RecvReached, Stored, TorchBegan, TorchEnded
-from backhaul.autograd import functions, gradients, joint_hooks, node_hooks
+from backhaul.autograd import gradients, joint_hooks, node_hooks
 from backhaul.autograd.contexts import current_context
+from backhaul.autograd.functions import thread
 from backhaul.autograd.graph import Component
 from backhaul.autograd.local_pass import LocalPass, Starts
 from backhaul.autograd.replicas import Replica, replicas
@@ -98,7 +99,7 @@ class Runner:
             carried=self._believes and local.starter != self._agent.me.id,
         )
         self._runs.add(run)
-        before, functions.thread.run = functions.thread.run, run
+        before, thread.run = thread.run, run
         # Calls of the run belong to the context: a checkpointed segment may make a remote call again.
         token = current_context.set(local.record.id)
         try:
@@ -119,7 +120,7 @@ class Runner:
                     local.filled += leaves
         finally:
             self._holding.discard(run)
-            functions.thread.run = before
+            thread.run = before
             current_context.reset(token)
             self._runs.discard(run)
         return run.outcome
