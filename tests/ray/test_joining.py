@@ -18,31 +18,13 @@ import backhaul.ray
 from backhaul import rpc
 from backhaul.agent.endings import Ending
 from backhaul.errors import MisuseError, OptionError, WorkerLostError
-from backhaul.ray.joining import Arrival, deal, own_options
+from backhaul.ray.joining import Arrival, deal
 from backhaul.ray.obituaries import Life, ending_of
-from backhaul.security.keys import make_key_file
-from mint import Mint
 
 
 def test_ranks_by_node() -> None:
     came = [Arrival(process, node) for process, node in [("p", "a"), ("q", "b"), ("r", "a"), ("s", "b")]]
     assert deal(came) == {"p": 0, "r": 1, "q": 2, "s": 3}
-
-
-@pytest.mark.parametrize("kind", ["secret", "key_file", "tls"])
-def test_a_worker_with_options_of_its_own_has_the_credentials_of_its_group(kind: str, tmp_path: Path) -> None:
-    make_key_file(str(tmp_path / "cluster.key"))
-    credentials = {
-        "secret": bytes(32),
-        "key_file": tmp_path / "cluster.key",
-        "tls": Mint(tmp_path).tls("worker"),
-    }
-    of_group = rpc.RpcOptions(num_worker_threads=4, **{kind: credentials[kind]})
-    options = own_options(rpc.RpcOptions(num_worker_threads=7), of_group)
-    assert (options.secret, options.key_file, options.tls) == (of_group.secret, of_group.key_file, of_group.tls)
-    assert options.num_worker_threads == 7
-    own = rpc.RpcOptions(secret=bytes(range(32)))
-    assert own_options(own, of_group) == own
 
 
 LIFE = Life("actor", "node", 7)
