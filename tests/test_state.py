@@ -154,7 +154,7 @@ def found_in_package() -> dict[str, bool]:
 # Why something is of the process and not of a worker. The reason stands where it is defined, too.
 ALLOWED = {
     "It says which worker, context or run a thread is in.": """
-        autograd.contexts:current_context autograd.functions:thread autograd.runner:functions.thread.run
+        autograd.contexts:current_context autograd.functions:thread autograd.runner:thread.run
         current_worker:variable current_worker:process_worker worker:_becoming dropin.rpc:_becoming
     """,
     "Torch has one for the process, and tells no worker from another: hooks, patches, profilers, the compiler.": """
@@ -172,12 +172,13 @@ ALLOWED = {
         optim.local:_here
     """,
     "It is about the interpreter, the processors, the memory, the GPUs or the log of the process.": """
-        agent.agent:Future.devices agent.interpreter:switch_interval devices.driver:_handles devices.driver:_state
-        devices.driver:_streams devices.segments:_here devices.staging:_ended devices.staging:_freeing
-        devices.staging:_spare devices.streams:_in_use edges.transforms:_warned inspection.metrics:_collectors
-        inspection.metrics:_registering inspection.threads:_looking profiler.parcel:_lock profiler.parcel:_pauses
-        profiler.parcel:_was_on transport.awake:_turn transport.segments:_leases transport.segments:_fork
-        wire.landing:_pinning
+        agent.agent:Future.devices agent.interpreter:switch_interval devices.driver:_device_of devices.driver:_handles
+        devices.driver:_state devices.driver:_streams devices.segments:_ends devices.segments:_here
+        devices.segments:_inherited devices.segments:os.register_at_fork() devices.staging:_ended
+        devices.staging:_freeing devices.staging:_spare devices.streams:_in_use edges.transforms:_warned
+        inspection.metrics:_collectors inspection.metrics:_registering inspection.threads:_looking
+        profiler.parcel:_lock profiler.parcel:_pauses profiler.parcel:_was_on transport.awake:_turn
+        transport.segments:_leases transport.segments:_fork transport.plain:_making wire.landing:_pinning
     """,
     "It is filled at import, or in a process that has no worker.": """
         launch.main_module:_role launch.members:beginning trust.exposure:registry

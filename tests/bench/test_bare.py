@@ -95,7 +95,7 @@ def test_the_stripped_package_contains_no_observing_code() -> None:
         *("agent/outgoing.py", "agent/calling.py", "agent/reading.py", "agent/leading.py", "agent/serving.py"),
         *("agent/execution.py", "agent/translation.py", "autograd/engine.py", "autograd/progress.py"),
     ):
-        assert counts[hot] > 3, hot
+        assert counts[hot] > 2, hot
 
 
 def nothing() -> None:

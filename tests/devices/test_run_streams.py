@@ -129,8 +129,7 @@ class World:
             component,
             protocol=protocol,
             held=lambda run: None,
-            hold=chance.random() < 0.8,
-            waits=chance.random() < 0.5,
+            joint=chance.random() < 0.2,
             carried=chance.random() < 0.8,
         )
 
@@ -206,7 +205,7 @@ class NotesOnlyWhatIsHeld(EngineRun):
     """The gradients of a single Recv may wait for the report."""
 
     def _note_streams(self) -> None:
-        if not self._is_alone:
+        if self._held is not None:
             super()._note_streams()
 
 

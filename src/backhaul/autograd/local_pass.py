@@ -39,7 +39,6 @@ Starts = tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]
 MOST_SHORTCUTS = 64
 """The most shortcuts in a message. Beyond them, gradients go through the starter, which has more."""
 
-_NoneType = type(None)
 
 _OVER = ContextError("the autograd context of this backward pass has been left")
 
@@ -257,7 +256,7 @@ class LocalPass:
                 else:
                     values = [gradient for source in sources for gradient in box[source]]
                     edges = [edge for source in sources for edge in self._edges(source)]
-                if _NoneType not in map(type, values):
+                if all(value is not None for value in values):
                     for source in sources:
                         del box[source]
                     return tuple(starmap(GradientEdge, edges)), tuple(values)  # type: ignore[arg-type]

@@ -270,10 +270,7 @@ class EngineRun:
 
     def _keep(self, source: int, gradient: torch.Tensor | None) -> None:
         """Keep a gradient for this worker. It is a copy, as if it had come in a message."""
-        if gradient is None or type(gradient) is torch.Tensor:
-            kept = None if gradient is None else gradient.clone()
-        else:
-            kept = plain(gradient).clone()
+        kept = None if gradient is None else plain(gradient).clone()
         self.emitted.append(source)
         if self._agent.devices is not None:
             if kept is not None:  # the tensor may have come back to a device other than the one it left

@@ -581,4 +581,5 @@ def _after_fork_in_child() -> None:
         each.abandon()
 
 
+# For the process, because it is forked with the segments of all its workers.
 os.register_at_fork(after_in_child=_after_fork_in_child)
