@@ -16,7 +16,7 @@ from backhaul.wire import headers, landing, tensors
 from backhaul.wire.decoder import Decoder
 from backhaul.wire.frames import encode
 from backhaul.wire.landing import Landing, LandingTogether, land_plain, landing_of
-from backhaul.wire.messages import Ping
+from backhaul.wire.messages import Gradients, Pass, Ping
 from backhaul.wire.tensors import INLINE, Packed, pack_small, pack_tensors
 
 base = torch.arange(60.0)
@@ -374,3 +374,27 @@ def test_an_unknown_dtype_is_refused() -> None:
     table = struct.pack("<IIQBBBBBIQ1q", 1, 1, 8, 0, code, 0, 0, 1, 0, 0, 8)
     with pytest.raises(ProtocolError, match="which this torch does not know"):
         Decoder().receive_data(frame_of(table, bytes(8)))
+
+
+@pytest.mark.parametrize("size", [1, 1024])
+def test_gradients_that_are_one_tensor_arrive_apart(size: int) -> None:
+    one = torch.rand(size)
+    message = Gradients(Pass(1, 2, 3, False, False), (5, 6, 7), (0, 1, 2))
+    (received,) = Decoder().receive_data(bytes(encode(message, [one, one, one.view(size)])))
+    assert [torch.equal(each, one) for each in received.tensors] == [True] * 3
+    received.tensors[0].zero_()
+    assert torch.equal(received.tensors[1], one)
+    assert torch.equal(received.tensors[2], one)
+
+
+def test_a_large_gradient_of_several_tensors_travels_once() -> None:
+    one = torch.ones(1025)
+    frame = encode(Gradients(Pass(1, 2, 3, False, False), (5, 6), (0, 1)), [one, one])
+    assert one.nbytes < frame.size < 2 * one.nbytes
+
+
+def test_other_messages_keep_what_small_tensors_share() -> None:
+    one = torch.ones(2)
+    (received,) = Decoder().receive_data(bytes(encode(Ping(0), [one, one.view(2)])))
+    received.tensors[0].zero_()
+    assert received.tensors[1].tolist() == [0, 0]

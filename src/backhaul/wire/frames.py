@@ -42,7 +42,7 @@ import torch
 
 from backhaul.errors import UnsendableError
 from backhaul.wire.filling import Filling
-from backhaul.wire.messages import KIND_OF, Failure
+from backhaul.wire.messages import KIND_OF, Failure, Gradients
 from backhaul.wire.messages import VERSION as VERSION  # defined there, so that the greeting does not import torch
 from backhaul.wire.tensors import Packed, Staging, pack_small, pack_staged, pack_tensors
 
@@ -126,7 +126,7 @@ def encode(message: Any, tensors: Sequence[torch.Tensor] = (), staging: Staging 
             table, data = small
             whole = b"".join((START.pack(lead, size, len(table), len(data)), metadata, table, data))
             return Frame([whole], len(whole))
-    packed = pack_tensors(tensors)
+    packed = pack_tensors(tensors, apart=type(message) is Gradients)
     if len(packed.table) > MAX_TABLE:
         raise UnsendableError("this message has too many tensors; send them in several calls, or stacked")
     payload = sum(map(len, packed.buffers))

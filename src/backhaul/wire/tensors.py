@@ -20,6 +20,7 @@ from backhaul.wire.filling import Copying
 from backhaul.wire.headers import Header
 
 INLINE = 64 * 1024  # buffers up to this size are copied into bytes when packing
+_REPEATED = 4 * 1024  # tensors up to this size are sent again rather than described as shared memory, where that is allowed
 
 _PLAIN_KINDS = frozenset({torch.Tensor, Parameter})
 _STRIDED = torch.strided
@@ -151,24 +152,30 @@ def _pack_one(tensor: torch.Tensor, staging: Staging) -> Packed | None:
     return Packed(table, [data], [keep], [place], [nbytes], [(0, keep)])
 
 
-def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
+def pack_tensors(tensors: Sequence[torch.Tensor], *, apart: bool = False) -> Packed:
     """The table of these tensors, and the memory to send.
 
     Small buffers are snapshots. Large ones point into the tensors, which must not
     change before the buffers are written. Raises UnsendableError.
+
+    Tensors that share memory also share memory at the receiver. With ``apart``, small ones need not: sending a few
+    bytes twice costs less than describing what is shared.
     """
     if not tensors:
         return Packed(b"", [], [], [], [], [])
     try:
-        return _pack_plain(tensors) or _pack(tensors)
+        return _pack_plain(tensors, _REPEATED if apart else 0) or _pack(tensors)
     except UnsendableError:
         raise
     except (RuntimeError, TypeError) as error:
         raise UnsendableError(f"torch gives no access to the memory of a tensor: {error}") from error
 
 
-def _pack_plain(tensors: Sequence[torch.Tensor]) -> Packed | None:
-    """Like `_pack`, if all tensors are contiguous, on the CPU, and share no storage with each other; else None."""
+def _pack_plain(tensors: Sequence[torch.Tensor], repeats: int = 0) -> Packed | None:
+    """Like `_pack`, if all tensors are contiguous, on the CPU, and share no storage with each other; else None.
+
+    Tensors of at most ``repeats`` bytes may share storage. Their memory is sent once for each of them.
+    """
     looks: list[_Look] = []
     storages: set[int] = set()
     buffers: list[bytes | memoryview] = []
@@ -185,7 +192,7 @@ def _pack_plain(tensors: Sequence[torch.Tensor]) -> Packed | None:
             return None
         nbytes = tensor.nbytes
         storage = tensor.untyped_storage()
-        if not nbytes or storage._cdata in storages:
+        if not nbytes or (storage._cdata in storages and nbytes > repeats):
             return None
         storages.add(storage._cdata)
         if storage.nbytes() != nbytes:
