@@ -14,6 +14,7 @@ from awaiting import await_events
 from backhaul import rpc
 from backhaul.agent.leading import Lead, Pace, slow_seconds
 from backhaul.agent.link_state import LinkState
+from backhaul.agent.role import Role
 from backhaul.agent.serving import Served
 from backhaul.testing import InProcessCluster
 from backhaul.worker import current
@@ -187,6 +188,60 @@ def test_a_tick_frees_the_other_lines_of_a_leader_that_is_blocked(trio: InProces
     assert asked.wait(PATIENCE)
     assert trio[2].rpc_sync("worker1", open_gate, timeout=PATIENCE)
     assert blocked.wait() == "blocked"
+
+
+def blocked_request(workers: InProcessCluster) -> tuple[rpc.Future[str], Lead]:
+    """A request of worker0 that blocks the leader, and its lead."""
+    blocked = workers[0].rpc_async("worker1", block)
+    blocked.attend()
+    assert asked.wait(PATIENCE)
+    return blocked, lead_of(workers, 0)
+
+
+def test_one_tick_takes_the_lead_of_an_old_request(without_ticks: InProcessCluster) -> None:
+    blocked, lead = blocked_request(without_ticks)
+    lead.began -= 60
+    assert without_ticks[1].agent.serving.tick()
+    assert without_ticks[2].rpc_sync("worker1", open_gate, timeout=SOON)
+    assert blocked.wait() == "blocked"
+
+
+def test_a_tick_leaves_a_young_request_alone_and_does_not_hurry(
+    without_ticks: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked, lead = blocked_request(without_ticks)
+    serving, before = without_ticks[1].agent.serving, lead._role.holder
+    hurried: list[bool] = []
+    monkeypatch.setattr(serving.watch, "hurry", lambda: hurried.append(True))
+    lead.began += 60
+    assert serving.tick()
+    assert (lead._role.holder, hurried) == (before, [])
+    lead.began -= 60.001
+    assert serving.tick(), "the second tick that sees this request"
+    assert hurried
+    assert lead._role.holder != before
+    assert without_ticks[2].rpc_sync("worker1", open_gate, timeout=SOON)
+    assert blocked.wait() == "blocked"
+
+
+def test_the_first_request_after_a_pause_is_not_old(
+    without_ticks: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch thread may tick as soon as a request has begun."""
+    lead = lead_of(without_ticks, 0)
+    lead.began -= 60
+    ages: list[float] = []
+    begin = Role.begin
+
+    def begin_noted(role: Role[object]) -> None:
+        begin(role)
+        if role is lead._role:
+            ages.append(time.monotonic() - lead.began)
+
+    monkeypatch.setattr(Role, "begin", begin_noted)
+    assert without_ticks[0].rpc_sync("worker1", int) == 0
+    assert ages
+    assert max(ages) < 30
 
 
 def test_the_end_of_a_line_leaves_the_others(trio: InProcessCluster) -> None:

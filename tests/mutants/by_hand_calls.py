@@ -89,6 +89,20 @@ CALLS = (
     ),
     Mutant(
         "agent/leading.py",
+        "a request that has just begun counts as old",
+        "            began = self.began = time.monotonic()\n            role.begin()\n",
+        "            role.begin()\n            began = self.began = time.monotonic()\n",
+        ("tests/agent/test_leading.py",),
+    ),
+    Mutant(
+        "agent/serving.py",
+        "an old request is seen twice before it loses its lead",
+        "(before == turn or age >= _OLD)",
+        "before == turn",
+        ("tests/agent/test_leading.py",),
+    ),
+    Mutant(
+        "agent/leading.py",
         "a reply waits for a long series of requests",
         "                now - self._out_since >= _MAX_HELD_SECONDS\n                or len",
         "                len",
@@ -448,8 +462,15 @@ CALLS = (
     Mutant(
         "wire/tensors.py",
         "tensors that share memory are sent as if they did not",
-        "if not nbytes or storage._cdata in storages:",
+        "if not nbytes or (storage._cdata in storages and nbytes > repeats):",
         "if not nbytes:",
+        _PLAIN_TENSORS,
+    ),
+    Mutant(
+        "wire/frames.py",
+        "small tensors that share memory arrive apart in every message",
+        "apart=type(message) is Gradients",
+        "apart=True",
         _PLAIN_TENSORS,
     ),
     Mutant(

@@ -12,7 +12,7 @@ A request may be long, though, and must not keep other peers waiting:
 - **A request that waits for a call of its own** keeps the lead at first. Its thread waits for the reply and for the
   other lines at once, and passes the lead on when a request arrives (`Serving.about_to_wait`). Most replies arrive
   first, and then no other thread was woken.
-- **A request that keeps the leader busy** loses the lead after two ticks of the watch thread (`Serving.tick`).
+- **A request that keeps the leader busy** loses the lead at a tick of the watch thread (`Serving.tick`).
 - **A line whose messages take long on average** gets a lead of its own (`Pace`): its requests then run beside those of
   other peers, if there are processors for them. It comes back when its messages are short again.
 - **A line whose peer does not read its replies** gets a lead of its own as well, since its next request must wait.
@@ -120,7 +120,8 @@ class Lead:
         self._runner = 0  # the leader's thread
         self.line = alone
         """The line at hand: the leader handles its messages, or did so last."""
-        self._began = 0.0  # when the leader began, or resumed, its request
+        self.began = 0.0
+        """When the leader began, or resumed, its request."""
         self.waits = False
         """The leader's request waits for a call of its own. Its thread watches the lines, so no tick need help."""
 
@@ -284,13 +285,14 @@ class Lead:
             elif getattr(envelope.message, "refs", ()):
                 # Before this thread can lose the lead: the next message must not overtake these references.
                 serving.arriving(envelope.message.refs, peer)
+            # First: a tick must not take a request that has just begun for an old one.
+            began = self.began = time.monotonic()
             role.begin()
             serving.active.add(self)
             state.lead = lead
             state.handling = True
             if watch.asleep:
                 watch.wake()
-            began = self._began = time.monotonic()
             note.handles = (peer, envelope, began)
             frame = self._handle_observed(line, envelope) if observers else handle(line, envelope)
             note.handles = None
@@ -312,7 +314,7 @@ class Lead:
                     self._out_bytes += frame.size
                     self._out_charged += charged
             if leading:
-                line.pace.handled(now - self._began)
+                line.pace.handled(now - self.began)
             else:
                 serving.detached.discard(threading.get_ident())
                 serving.finished += 1
@@ -463,7 +465,7 @@ class Lead:
             if line is None or not self._role.holds(token):
                 return False
             self.waits = True  # from here on only this thread can pass the lead on
-        line.pace.spent(time.monotonic() - self._began)
+        line.pace.spent(time.monotonic() - self.began)
         try:
             self._ahead = line.channel.next()
         except Exception as error:  # raised again in the thread that takes over
@@ -480,6 +482,6 @@ class Lead:
             if not self._role.holds(token):
                 return False
             self.waits = False
+            self.began = time.monotonic()  # before `begin`, as in `_serve`
             self._role.begin()
-            self._began = time.monotonic()
             return True

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _STALLED_TICKS = 5
+_YOUNG = 0.0005  # a request that has run for less than this, in seconds, is probably short
+_OLD = 0.004
 _MAX_CONNECTIONS = 8
 
 Handler = Callable[[Line, Envelope], Frame | None]
@@ -335,10 +337,12 @@ class Serving:
     def tick(self) -> bool:
         """Pass on the leads of requests that take long. False if no request has run since the last tick.
 
-        The watch thread calls this every few milliseconds while requests come in.
+        The watch thread calls this every few milliseconds while requests come in. A request is long if two ticks have
+        seen it, or if it is old. If it has only just begun, it is probably short, so the next tick may take its time.
         """
         active = False
         seen: dict[Lead, int] = {}
+        now = 0.0
         for lead in list(self.active):
             turn = lead.turn
             before = self._seen.get(lead)
@@ -349,8 +353,11 @@ class Serving:
                     self.active.add(lead)
             elif lead.busy and not lead.waits:
                 active = True
-                self.watch.hurry()  # the next tick checks whether this is still the same request
-                if before == turn and self._may_detach(lead):
+                now = now or time.monotonic()
+                age = now - lead.began
+                if age >= _YOUNG:
+                    self.watch.hurry()  # the next tick checks whether this is still the same request
+                if (before == turn or age >= _OLD) and self._may_detach(lead):
                     lead.pass_on(turn=turn)
             elif before != turn:
                 active = True

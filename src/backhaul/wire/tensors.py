@@ -20,7 +20,9 @@ from backhaul.wire.filling import Copying
 from backhaul.wire.headers import Header
 
 INLINE = 64 * 1024  # buffers up to this size are copied into bytes when packing
-_REPEATED = 4 * 1024  # tensors up to this size are sent again rather than described as shared memory, where that is allowed
+_REPEATED = (
+    4 * 1024
+)  # tensors up to this size are sent again rather than described as shared memory, where that is allowed
 
 _PLAIN_KINDS = frozenset({torch.Tensor, Parameter})
 _STRIDED = torch.strided
