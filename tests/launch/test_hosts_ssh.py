@@ -165,14 +165,14 @@ def test_a_failure_on_one_host_stops_the_others(run: RunScript) -> None:
     assert err == "backhaul: worker3 exited with code 7 on host b; the other workers were stopped\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_is_passed_on_once(run: RunScript, signum: int) -> None:
     source = """
         import signal, sys
         def leave(signum, frame):
             print("got", signum, flush=True)
             sys.exit(5)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(signum, leave)
         print("ready")
         signal.pause()
@@ -184,6 +184,23 @@ def test_a_signal_is_passed_on_once(run: RunScript, signum: int) -> None:
     assert code == 128 + signum
     assert sorted(out.splitlines()) == [f"[worker{rank}] got {int(signum)}" for rank in range(4)]
     assert err == f"backhaul: stopped by {signal.Signals(signum).name}\n"
+
+
+def test_a_signal_for_the_program_stops_no_worker(run: RunScript) -> None:
+    source = """
+        import signal
+        signal.signal(signal.SIGUSR1, lambda signum, frame: print("got", signum, flush=True))
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+        """
+    launch = run(source)
+    launch.lines(4)
+    for _ in range(2):
+        launch.popen.send_signal(signal.SIGUSR1)
+        assert launch.lines(4) == [f"[worker{rank}] got {int(signal.SIGUSR1)}\n" for rank in range(4)]
+    launch.popen.send_signal(signal.SIGTERM)
+    assert launch.finish(LONG)[::2] == (143, "backhaul: stopped by SIGTERM\n")
 
 
 def test_a_second_interrupt_kills_at_once(run: RunScript) -> None:
