@@ -11,11 +11,12 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pods import ISOLATED, PATIENCE, ROOT, Pod, pods_of, pods_of_volcano, running, script_of
+from pods import ISOLATED, PATIENCE, ROOT, Pod, Running, pods_of, pods_of_volcano, running, script_of
 
 yaml = pytest.importorskip("yaml", reason="`make clusters` installs it")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make clusters` installs it")
@@ -201,6 +202,37 @@ def test_a_pod_sees_an_environment_in_the_folder_of_a_volume(name: str, tmp_path
 def test_workers_train_in_the_environments_of_a_manifest(name: str, tmp_path: Path) -> None:
     pods = pods_of(load(name))
     train(pods, len(pods) * (2 if name == "trainjob.yaml" else 1), tmp_path)
+
+
+@needs_root
+def test_a_straggler_of_an_earlier_attempt_does_not_join_a_job_set(tmp_path: Path) -> None:
+    """The set has been restarted. A pod of the attempt before starts late, and finds the new pods by their names."""
+    pods = pods_of(load("jobset.yaml"), attempt=1)
+    straggler = pods_of(load("jobset.yaml"))[-1]
+    assert straggler.name == pods[-1].name
+    straggler.address = f"10.78.0.{len(pods) + 1}"
+    pods.insert(-1, straggler)
+    with running(pods, tmp_path, secrets.token_hex(32) + "\n", {"TRAIN_STEPS": "20"}) as pods_up:
+        pods_up.start(4)
+        late = pods_up[-1]
+        assert late.pod is straggler
+        await_that(late, lambda: late.is_connected_to(pods[0].address, 29500))
+        assert not any(pod.is_ready() for pod in pods_up)
+        pods_up.start(1)
+        for pod in pods_up:
+            if pod is not late:
+                assert pod.process.wait(PATIENCE) == 0, pod.text()
+        assert re.search(r"4 workers, loss \d+\.\d+ -> \d+\.\d+\n", pods_up[0].text())
+        assert "worker3 is done" in pods_up[-1].text()
+        assert "worker3 is done" not in late.text()
+
+
+def await_that(pod: Running, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert pod.process.poll() is None, pod.text()
+        assert time.monotonic() < deadline, pod.text()
+        time.sleep(0.1)
 
 
 @needs_root
