@@ -98,7 +98,7 @@ class Pod:
 
 
 def pods_of(manifests: list[Manifest], attempt: int = 0) -> list[Pod]:
-    """The pods that result from these manifests, with their addresses. ``attempt``: how often a JobSet was restarted."""
+    """The pods that result from these manifests, with their addresses. ``attempt``: the restarts of a JobSet."""
     by_kind = {manifest["kind"]: manifest for manifest in manifests}
     if "Job" in by_kind:
         pods = _of_job(by_kind["Job"])
