@@ -409,12 +409,13 @@ def _await_group(store: dist.Store, world_size: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     store.set(_AWAITED, "")
     while time.monotonic() < deadline:
-        if store.check(others) and not store.check(["backhaul/times/0"]):
-            break  # a member would have written the first rank first
+        came = store.check(others)  # comes first: a member writes the entry of rank 0 before those of the others
         if store.check(["backhaul/times/0"]):
             times = store.get("backhaul/times/0").decode()
             if store.check([f"backhaul/{times}/group"]):
                 return
+        elif came:
+            break
         time.sleep(_LOOK_PAUSE)
     store.delete_key(_AWAITED)
 
