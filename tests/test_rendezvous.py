@@ -21,7 +21,7 @@ from backhaul.agent.membership import Membership
 from backhaul.agent.rejoining import goes_on
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import Addresses
-from backhaul.rendezvous import INIT_METHOD_VARIABLE, Place, meet, place_from
+from backhaul.rendezvous import INIT_METHOD_VARIABLE, Place, meet, place_from, visit_store
 from backhaul.transport.stream import host_id
 
 NAME_VARIABLE = "BACKHAUL_NAME"
@@ -557,6 +557,39 @@ def test_rank_0_comes_again_to_a_store_that_was_taken_over() -> None:
         again.join("a", 0, NOWHERE, time.monotonic() + 5)
     assert again.group == group
     assert again.replaces
+
+
+def test_a_restarted_rank_0_waits_for_the_group_that_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine was lost with the store. No member elsewhere can host the store, but they all know the group."""
+    port = free_port()
+    method = f"tcp://127.0.0.1:{port}"
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as other_machine:
+        there = Addresses(tcp=server.getsockname())
+        first, second = join_both(method, there)
+        first.leave(ended=True)
+        second.leave(ended=True)
+        first, second = join_both(method, there)  # not the first part of that store
+        group = first.group
+        del first
+        monkeypatch.setenv("BACKHAUL_RESTARTS", "1")
+        meeting = other_machine.submit(meet, method, FIRST, 20)
+        visit_store("127.0.0.1", port, 20).wait(["backhaul/awaited"])
+        second.check_store()
+        again = Membership(meeting.result(20), 2, lambda addresses: False)
+        again.join("a", 0, NOWHERE, time.monotonic() + 5)
+    assert again.group == group
+    assert again.replaces
+
+
+def test_a_restarted_rank_0_whose_group_has_ended_begins_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKHAUL_RESTARTS", "1")
+    method = f"tcp://127.0.0.1:{free_port()}"
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as threads:  # the other one has been restarted, too
+        assert len(list(threads.map(lambda place: meet(method, place, 20), [FIRST, SECOND]))) == 2
+    assert time.monotonic() - began < 10
+    monkeypatch.setattr(rendezvous, "_RETURN_SECONDS", 0.2)
+    meet(f"tcp://127.0.0.1:{free_port()}", FIRST, 5)  # the other one does not come
 
 
 def test_a_store_with_several_addresses_is_taken_over() -> None:

@@ -4,7 +4,8 @@ Launchers, schedulers and engines announce the place in environment variables (`
 
 A store that rank 0 hosts dies with rank 0. The members know everything that the group keeps in the store. So a member
 on the same machine hosts a new store at the same address (`GroupStore.renew`), and each member writes its entries again
-(`agent.membership`). Then newcomers find the group as before.
+(`agent.membership`). Then newcomers find the group as before. If no member is on that machine, rank 0 itself hosts the
+new store when the launcher restarts it there, and waits for the others to write the group to it.
 
 ``tcp://a:1,b:2`` lists addresses of several machines. The store is at one of them, and a worker that looks for the
 store tries all of them. If the machine of the store is gone, or has no member left, a member on the next machine of the
@@ -44,7 +45,13 @@ ended."""
 _RENEW_SECONDS = 5.0
 _GRACE_SECONDS = 3.0
 """How long a member on the machine of a lost store has to host a new one, before a member elsewhere does."""
+_RETURN_SECONDS = 30.0
+"""How long a restarted rank 0 with an empty store waits for a member that writes the group to it."""
 _LOOK_PAUSE = 0.02
+_RESTARTS_VARIABLE = "BACKHAUL_RESTARTS"
+"""Our launcher restarts single workers: the others of their group go on."""
+_AWAITED = "backhaul/awaited"
+"""The key of a store whose host waits for a member that writes the group to it."""
 
 
 Address = tuple[str, int]
@@ -378,7 +385,11 @@ def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hos
     if listening is not None:
         port = listening.getsockname()[1]
     try:
-        return _of_run(_store(host, port, timeout, listening, hosts=hosts), run)
+        store = _of_run(_store(host, port, timeout, listening, hosts=hosts), run)
+        size = place.world_size or 0
+        if listening is not None and size > 1 and (os.environ.get(_RESTARTS_VARIABLE) or "0") != "0":
+            _await_group(store, size, min(timeout.total_seconds(), _RETURN_SECONDS))
+        return store
     except dist.DistError as error:
         if not hosts:
             raise RpcTimeoutError(f"no store at {host}:{port}; is rank 0 up? {error}") from error
@@ -386,6 +397,27 @@ def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hos
         if found is None:
             raise MisuseError(f"cannot host the store at {host}:{port}: {error}") from error
         return found
+
+
+def _await_group(store: dist.Store, world_size: int, seconds: float) -> None:
+    """Wait until a member of the group, which goes on without this restarted rank 0, has written the group to its new
+    store; see `GroupStore.renew`. Otherwise rank 0 would begin another group, and wait for the others in vain.
+
+    Returns early if all others have come to begin a group as well.
+    """
+    others = [f"backhaul/times/{rank}" for rank in range(1, world_size)]
+    deadline = time.monotonic() + seconds
+    store.set(_AWAITED, "")
+    while time.monotonic() < deadline:
+        came = store.check(others)  # comes first: a member writes the entry of rank 0 before those of the others
+        if store.check(["backhaul/times/0"]):
+            times = store.get("backhaul/times/0").decode()
+            if store.check([f"backhaul/{times}/group"]):
+                return
+        elif came:
+            break
+        time.sleep(_LOOK_PAUSE)
+    store.delete_key(_AWAITED)
 
 
 def _store(
@@ -411,7 +443,7 @@ def _taken_over(host: str, port: int, timeout: datetime.timedelta, run: str) -> 
         with contextlib.suppress(dist.DistError):
             store = _of_run(_store(host, port, timeout, None, hosts=False), run)
             while time.monotonic() < deadline:
-                if store.check(["backhaul/times/0"]) or store.check(["backhaul/dynamic/group"]):
+                if any(store.check([key]) for key in ("backhaul/times/0", "backhaul/dynamic/group", _AWAITED)):
                     found.append(store)
                     return
                 time.sleep(_LOOK_PAUSE)  # that member is about to write the group's entries

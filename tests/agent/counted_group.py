@@ -11,7 +11,7 @@ import resource
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +22,15 @@ from backhaul.errors import WorkerLostError
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster
 from backhaul.transport.memory import MemoryChannel, Network
+from backhaul.wire.messages import KIND_OF, Ping
 from backhaul.worker import Worker
 
 OPTIONS = RpcOptions(rpc_timeout=1500, connect_timeout=300, probe_timeout=300, unresponsive_after=None, busy_poll=0)
 
 _INTERVAL = 0.2
 _OF_WORKER = re.compile(r"backhaul-(worker\d+)")
+_KIND = 3  # where a frame has its kind: see wire.frames
+_PING = bytes([KIND_OF[Ping]])
 _STORE = ("check", "get", "compare_set", "add", "multi_get", "set", "wait")
 
 
@@ -51,10 +54,21 @@ class CountedNetwork(Network):
         super().__init__()
         self.messages = 0
         self.visits = 0
+        self.pings = 0
+        self._pinged = threading.Condition()
 
     def post(self, to: MemoryChannel, data: bytes) -> None:
         self.messages += 1
+        if data[_KIND : _KIND + 1] == _PING:
+            with self._pinged:
+                self.pings += 1
+                self._pinged.notify_all()
         super().post(to, data)
+
+    def await_pings(self, count: int, seconds: float) -> None:
+        """Wait until ``count`` pings have been sent."""
+        with self._pinged:
+            assert self._pinged.wait_for(lambda: self.pings >= count, seconds), self.pings
 
     def listener(self, address: str | None) -> Any:
         self.visits += 1
@@ -66,7 +80,7 @@ class CountedGroup(InProcessCluster):
 
     network: CountedNetwork
 
-    def __init__(self, size: int, options: RpcOptions = OPTIONS) -> None:
+    def __init__(self, size: int, options: RpcOptions | Sequence[RpcOptions] = OPTIONS) -> None:
         need = 64 * size + 1024
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < need:

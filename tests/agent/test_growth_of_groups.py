@@ -1,11 +1,13 @@
-"""What a group of n workers costs each worker, and the leader: joining, losing a worker, shutting down.
+"""What a group of n workers costs each worker, and the leader: joining, liveness, losing a worker, shutting down.
 
 The tests count operations, not seconds: calls of Python functions, messages, connections, requests to the store. They
-look at the worker with the highest cost, which leads the shutdown or loses n connections. Its cost may grow as n log n.
+look at the worker with the highest cost, which pings n others, leads the shutdown or loses n connections. Its cost may
+grow as n log n.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
@@ -15,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
-from counted_group import CountedGroup, Work, counting, patience
+from counted_group import OPTIONS, CountedGroup, Work, counting, patience
 
 from backhaul.agent.calling import Calling
 from backhaul.ids import WorkerInfo
@@ -24,12 +26,16 @@ from backhaul.worker import Worker
 PATIENCE = 600.0
 # The counts vary with what is polled, and small groups have costs that do not depend on their size.
 SLACK = 1.5
+WATCHFUL = 1
+"""The rank of the worker that pings the others: not that of the leader, which would ping while all shut down."""
 
 
 class Cost(NamedTuple):
     """The cost for the worker with the highest cost."""
 
     join: int
+    watch: int
+    """To find out once whether all others are alive."""
     loss: int
     end: int
     asked: float
@@ -39,8 +45,9 @@ class Cost(NamedTuple):
 
 
 def cost_of(size: int) -> Cost:
+    watchful = dataclasses.replace(OPTIONS, unresponsive_after=max(2.0, size / 25))
     with patience(size), counting() as work:
-        group = CountedGroup(size)
+        group = CountedGroup(size, [watchful if rank == WATCHFUL else OPTIONS for rank in range(size)])
         join = dearest(work)
         asked = group.store.asked.total() / size
         assert group.network.visits == 0, "connections that no call has needed yet"
@@ -48,14 +55,15 @@ def cost_of(size: int) -> Cost:
         victim = group[-1]
         group.on_each(lambda worker: worker.rpc_sync(victim.info.name, os.getpid))
         connections = group.network.visits
-        dearest(work)
+        watch = cost_of_pings(group, work)
+
         lose(group, victim)
         loss = dearest(work)
 
         group.shut_down()
         end = dearest(work)
     gc.collect()
-    return Cost(join, loss, end, asked, connections)
+    return Cost(join, watch, loss, end, asked, connections)
 
 
 def dearest(work: Work) -> int:
@@ -64,6 +72,34 @@ def dearest(work: Work) -> int:
     for functions in work.of.values():
         functions.clear()
     return max(calls.values())
+
+
+def cost_of_pings(group: CountedGroup, work: Work) -> int:
+    """What it costs a worker that waits for calls to all others to ping each of them once, and to read the answers."""
+    others = [worker for rank, worker in enumerate(group) if rank != WATCHFUL]
+    _go.clear()
+    futures = [group[WATCHFUL].rpc_async(worker.info.name, park) for worker in others]
+    for _ in others:
+        assert _parked.acquire(timeout=PATIENCE)
+    dearest(work)
+    rounds = 2
+    # With the first ping of one more round, the others have been answered.
+    group.network.await_pings(group.network.pings + rounds * len(others) + 1, PATIENCE)
+    cost = dearest(work) // rounds
+    _go.set()
+    assert [future.wait() for future in futures] == [None] * len(others)
+    dearest(work)
+    return cost
+
+
+def park() -> None:
+    """A call that waits until all have been pinged."""
+    _parked.release()
+    assert _go.wait(PATIENCE)
+
+
+_parked = threading.Semaphore(0)
+_go = threading.Event()
 
 
 def lose(group: CountedGroup, victim: Worker) -> None:
@@ -95,7 +131,7 @@ def table(costs: dict[int, Cost]) -> str:
     """The table as in docs/performance.md."""
     rows = []
     for size, cost in costs.items():
-        phases = " | ".join(f"{each:,} | {each / size:,.0f}" for each in (cost.join, cost.loss, cost.end))
+        phases = " | ".join(f"{each:,} | {each / size:,.0f}" for each in (cost.join, cost.watch, cost.loss, cost.end))
         rows.append(f"| {size:,} | {phases} | {cost.asked:,.0f} |")
     return "\n".join(rows)
 
@@ -105,7 +141,7 @@ def check(sizes: list[int]) -> None:
     print(table(costs))
     for size, cost in costs.items():
         assert cost.connections == size, "one for each call, the victim's to itself among them"
-    for name in ("join", "loss", "end", "asked"):
+    for name in ("join", "watch", "loss", "end", "asked"):
         each = {size: float(getattr(cost, name)) for size, cost in costs.items()}
         assert growth(each) < SLACK, f"{name}: {each}"
 

@@ -97,8 +97,8 @@ class Pod:
         return (self.labels if kind == "labels" else self.annotations)[key]
 
 
-def pods_of(manifests: list[Manifest]) -> list[Pod]:
-    """The pods that result from these manifests, with their addresses."""
+def pods_of(manifests: list[Manifest], attempt: int = 0) -> list[Pod]:
+    """The pods that result from these manifests, with their addresses. ``attempt``: the restarts of a JobSet."""
     by_kind = {manifest["kind"]: manifest for manifest in manifests}
     if "Job" in by_kind:
         pods = _of_job(by_kind["Job"])
@@ -109,7 +109,7 @@ def pods_of(manifests: list[Manifest]) -> list[Pod]:
             assert service["metadata"]["name"] == pod.spec["subdomain"]
             assert service["spec"]["selector"].items() <= pod.labels.items()
     elif "JobSet" in by_kind:
-        pods = _of_job_set(by_kind["JobSet"])
+        pods = _of_job_set(by_kind["JobSet"], attempt)
     elif "TrainJob" in by_kind:
         pods = _of_train_job(by_kind["TrainJob"], by_kind["TrainingRuntime"])
     else:
@@ -300,6 +300,11 @@ class Running:
         probe = self.pod.container["readinessProbe"]
         return self.execute(probe["exec"]["command"]).returncode == 0
 
+    def is_connected_to(self, address: str, port: int) -> bool:
+        enter = ["nsenter", "--target", str(self.main()), "--net", "ss", "-Htn", f"dport = :{port}"]
+        found = subprocess.run(enter, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+        return re.search(rf"[ :]{re.escape(address)}\]?:{port}\b", found) is not None  # perhaps as ::ffff:…
+
     def terminate(self, rank: str) -> bool:
         """Send SIGTERM to the process with this rank, or to the only one. False if it is not here."""
         seen = [self.main()]
@@ -374,9 +379,9 @@ def _bind(here: str, image: Path, there: str) -> str:
 
 @contextmanager
 def network(pods: list[Pod], directory: Path) -> Iterator[dict[str, str]]:
-    """A network of namespaces with the addresses of the pods; yields the names of the namespaces."""
+    """A network of namespaces with the addresses of the pods; yields the names of the namespaces, by address."""
     switch = f"places-{os.getpid()}-switch"
-    spaces = {pod.name: f"places-{os.getpid()}-{number}" for number, pod in enumerate(pods)}
+    spaces = {pod.address: f"places-{os.getpid()}-{number}" for number, pod in enumerate(pods)}
     made: list[str] = []
 
     def ip(*words: str) -> None:
@@ -390,7 +395,7 @@ def network(pods: list[Pod], directory: Path) -> Iterator[dict[str, str]]:
         ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         ip("-n", switch, "link", "set", "bridge", "up")
         for number, pod in enumerate(pods):
-            space, port = spaces[pod.name], f"port{number}"
+            space, port = spaces[pod.address], f"port{number}"
             ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
             ip("-n", space, "address", "add", f"{pod.address}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")
@@ -411,11 +416,11 @@ def running(pods: list[Pod], directory: Path, key: str, image: dict[str, str]) -
     with network(pods, directory) as spaces:
         try:
             for pod in pods:
-                own = directory / pod.name
+                own = directory / pod.address
                 (own / "image").mkdir(parents=True)
                 lines = ["127.0.0.1 localhost"]
                 # The pod's own name first, because the host takes that as its full name.
-                for each in (pod, *(other for other in pods if other is not pod)):
+                for each in (pod, *(other for other in pods if other.name != pod.name)):
                     short = [each.name] if each is pod else []
                     lines.append(" ".join([each.address, *each.names, *short]))
                 (own / "hosts").write_text("\n".join(lines) + "\n")
@@ -445,7 +450,7 @@ class _Starting(list[Running]):
             pod = self._left.pop(0)
             environment = {**pod.environment(), **self._image, "PYTHONPATH": "/backhaul"}
             command = [*pod.container["command"], *pod.container.get("args", [])]
-            own = self._directory / pod.name
-            made = Running(pod, self._spaces[pod.name], own, command, environment)
+            own = self._directory / pod.address
+            made = Running(pod, self._spaces[pod.address], own, command, environment)
             self._started.append(made)
             self.append(made)

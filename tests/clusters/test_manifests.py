@@ -7,17 +7,21 @@ import re
 import secrets
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pods import ISOLATED, PATIENCE, ROOT, Pod, pods_of, pods_of_volcano, running, script_of
+from pods import ISOLATED, PATIENCE, ROOT, Pod, Running, pods_of, pods_of_volcano, running, script_of
 
 yaml = pytest.importorskip("yaml", reason="`make clusters` installs it")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make clusters` installs it")
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="`make clusters` installs it")
+operator = pytest.importorskip("kubeflow.training.models", reason="`make clusters` installs it")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -32,18 +36,6 @@ MODELS = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
 }
-# There is no such package for the training operator. This is its schema, as far as it is used here.
-PYTORCH_JOB = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str},
-    "spec": {
-        "nprocPerNode": str,
-        "pytorchReplicaSpecs": {
-            kind: {"replicas": int, "restartPolicy": str, "template": dict} for kind in ("Master", "Worker")
-        },
-    },
-}
 
 
 def load(name: str) -> list[dict[str, Any]]:
@@ -57,7 +49,7 @@ def test_schema(name: str) -> None:
         if kind in MODELS:
             check_model(MODELS[kind], manifest)
         elif kind == "PyTorchJob":
-            check_shape(manifest, PYTORCH_JOB)
+            check_operator_type("KubeflowOrgV1PyTorchJob", manifest)
         else:
             kubernetes_validate.validate(manifest, VERSION, strict=True)
 
@@ -81,14 +73,27 @@ def check_model(model: Any, manifest: dict[str, Any]) -> None:
     assert made.to_dict() == manifest
 
 
-def check_shape(value: Any, shape: Any) -> None:
-    if isinstance(shape, dict):
-        assert isinstance(value, dict)
-        assert value.keys() == shape.keys()
-        for key in shape:
-            check_shape(value[key], shape[key])
+PLAIN = {"str": str, "int": int, "bool": bool, "object": object}
+
+
+def check_operator_type(name: str, value: Any) -> None:
+    """As `check_model`, for the training operator, whose models are of another generator and come without a parser."""
+    if name in PLAIN:
+        assert isinstance(value, PLAIN[name]), (name, value)
+    elif name.startswith("list["):
+        for each in value:
+            check_operator_type(name[len("list[") : -1], each)
+    elif name.startswith("dict("):
+        for each in value.values():
+            check_operator_type(name[len("dict(str, ") : -1], each)
     else:
-        assert isinstance(value, shape)
+        # The operator's own models, then Kubernetes's.
+        model = getattr(operator, name, None) or getattr(pytest.importorskip("kubernetes.client"), name)
+        fields = {shown: field for field, shown in model.attribute_map.items()}
+        assert value.keys() <= fields.keys(), (name, value.keys() - fields.keys())
+        for shown, each in value.items():
+            check_operator_type(model.openapi_types[fields[shown]], each)
+        model(**{fields[shown]: each for shown, each in value.items()})  # raises if a required field is missing
 
 
 def test_schemas_find_mistakes() -> None:
@@ -97,6 +102,15 @@ def test_schemas_find_mistakes() -> None:
     job_set["spec"]["failurePolicy"]["maxRestart"] = 3
     with pytest.raises(AssertionError):
         check_model(MODELS["JobSet"], job_set)
+    for wrong in ({"nprocPerNode": 1}, {"pytorchReplicaSpec": {}}):
+        (job,) = load("pytorchjob.yaml")
+        job["spec"].update(wrong)
+        with pytest.raises(AssertionError):
+            check_operator_type("KubeflowOrgV1PyTorchJob", job)
+    (job,) = load("pytorchjob.yaml")
+    del job["spec"]["pytorchReplicaSpecs"]
+    with pytest.raises(ValueError, match="must not be `None`"):
+        check_operator_type("KubeflowOrgV1PyTorchJob", job)
     (pod, *_) = pods_of(load("indexed-job.yaml"))
     pod.container["readinessprobe"] = pod.container.pop("readinessProbe")
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -125,13 +139,29 @@ def test_every_manifest_has_a_key_a_probe_and_labels(name: str) -> None:
         assert not [variable for variable in environment if "SECRET" in variable]
 
 
-def test_the_image() -> None:
-    """The image cannot be built here; but the files it copies exist, and its user is that of the manifests."""
+def test_the_image(tmp_path: Path) -> None:
+    """The image cannot be built here. But pip can build the package from the files that it copies, the program is where
+    the manifests start it, and its user is theirs."""
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
-        *sources, _ = line.split()
+        *sources, target = line.split()
         for source in sources:
-            assert (ROOT / source).exists(), source
+            # As COPY does: the content of a directory, and several files into a directory.
+            to = tmp_path / target.lstrip("/")
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, to, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            else:
+                to = to / source if len(sources) > 1 else to
+                to.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, to)
+    ((package, removed),) = re.findall(r"^RUN pip install --no-cache-dir (/\S+) && rm -r (/\S+)$", text, re.MULTILINE)
+    assert package == removed
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path / "wheels")]
+    subprocess.run([*wheel, str(tmp_path / package.lstrip("/"))], check=True, timeout=PATIENCE)
+    (made,) = (tmp_path / "wheels").glob("backhaul-*.whl")
+    with zipfile.ZipFile(made) as file:
+        assert {"backhaul/__init__.py", "backhaul/py.typed", "backhaul/doctor/ready.py"} <= set(file.namelist())
+    assert (tmp_path / "app" / "train.py").read_bytes() == (ROOT / "deploy" / "train.py").read_bytes()
     user = re.search(r"^USER (\d+):(\d+)$", text, re.MULTILINE)
     assert user is not None
     for name in WORKLOADS:
@@ -172,6 +202,37 @@ def test_a_pod_sees_an_environment_in_the_folder_of_a_volume(name: str, tmp_path
 def test_workers_train_in_the_environments_of_a_manifest(name: str, tmp_path: Path) -> None:
     pods = pods_of(load(name))
     train(pods, len(pods) * (2 if name == "trainjob.yaml" else 1), tmp_path)
+
+
+@needs_root
+def test_a_straggler_of_an_earlier_attempt_does_not_join_a_job_set(tmp_path: Path) -> None:
+    """The set has been restarted. A pod of the attempt before starts late, and finds the new pods by their names."""
+    pods = pods_of(load("jobset.yaml"), attempt=1)
+    straggler = pods_of(load("jobset.yaml"))[-1]
+    assert straggler.name == pods[-1].name
+    straggler.address = f"10.78.0.{len(pods) + 1}"
+    pods.insert(-1, straggler)
+    with running(pods, tmp_path, secrets.token_hex(32) + "\n", {"TRAIN_STEPS": "20"}) as pods_up:
+        pods_up.start(4)
+        late = pods_up[-1]
+        assert late.pod is straggler
+        await_that(late, lambda: late.is_connected_to(pods[0].address, 29500))
+        assert not any(pod.is_ready() for pod in pods_up)
+        pods_up.start(1)
+        for pod in pods_up:
+            if pod is not late:
+                assert pod.process.wait(PATIENCE) == 0, pod.text()
+        assert re.search(r"4 workers, loss \d+\.\d+ -> \d+\.\d+\n", pods_up[0].text())
+        assert "worker3 is done" in pods_up[-1].text()
+        assert "worker3 is done" not in late.text()
+
+
+def await_that(pod: Running, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert pod.process.poll() is None, pod.text()
+        assert time.monotonic() < deadline, pod.text()
+        time.sleep(0.1)
 
 
 @needs_root

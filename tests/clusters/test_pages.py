@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from machines import PATIENCE, ROOT, Host
+from machines import PATIENCE, ROOT, Host, await_that
 
 _BLOCK = re.compile(r"^```(sh|bash)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -88,29 +91,51 @@ def test_clusters(number: int, hosts: list[Host], desk: Path, environment: dict[
             run(hosts[2:], earlier.text, desk, environment)
     on_both = "hosts" in block.kind.split()
     over_ssh = "ssh" in block.kind.split()
-    if over_ssh:
-        write_ssh(hosts, environment)
-    said = run(hosts[:2] if on_both else hosts[2:], block.text, desk, environment)
+    with sshd(hosts[:2], desk.parent / "ssh", environment) if over_ssh else nullcontext():
+        said = run(hosts[:2] if on_both else hosts[2:], block.text, desk, environment)
     assert check_training(said) == (4 if on_both or over_ssh else 3)
 
 
-SSH = """#!/bin/sh
-while [ "${1#-}" != "$1" ]; do shift; done
-host=$1; shift
-case $host in
-%s
-*) echo "no host $host" >&2; exit 255 ;;
-esac
-exec nsenter --net="$net" unshare --mount --uts --pid --fork --kill-child --propagation private \
-    sh -c "mount -t proc proc /proc; hostname $host; $*"
-"""
-
-
-def write_ssh(hosts: list[Host], environment: dict[str, str]) -> None:
-    """An ``ssh`` that runs a command on one of the hosts. `tests/launch` has a real sshd; MPI only needs a process."""
-    path = Path(environment["PATH"].split(":")[0]) / "ssh"
-    path.write_text(SSH % "\n".join(f"{host.name}) net=/run/netns/{host.space} ;;" for host in hosts))
-    path.chmod(0o755)
+@contextmanager
+def sshd(hosts: list[Host], directory: Path, environment: dict[str, str]) -> Iterator[None]:
+    """A real sshd on each of these hosts, and an ``ssh`` that knows their keys and has one that they accept."""
+    program = shutil.which("sshd")
+    if program is None:
+        pytest.skip("there is no sshd: apt-get install openssh-server")
+    directory.mkdir()
+    keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f"]
+    subprocess.run([*keygen, directory / "id"], check=True)
+    # What a login on a host has: the programs and settings of these tests.
+    login = " ".join(f"{name}={value}" for name, value in environment.items() if name != "HOME")
+    running = []
+    try:
+        for host in hosts:
+            key = directory / host.name
+            subprocess.run([*keygen, key], check=True)
+            with (directory / "known_hosts").open("a") as file:
+                file.write(f"{host.name} {key.with_suffix('.pub').read_text()}")
+            (directory / f"{host.name}.conf").write_text(
+                f"HostKey {key}\nAuthorizedKeysFile {directory}/id.pub\nStrictModes no\nUsePAM no\nPidFile none\n"
+                f"PermitRootLogin yes\nSetEnv {login}\n"
+                # The files with which this machine's shell begins may change the path.
+                f"""ForceCommand export PATH='{environment["PATH"]}'; eval "$SSH_ORIGINAL_COMMAND"\n"""
+            )
+            # Its own /run, since sshd needs a directory there that Debian makes when the service starts.
+            command = f"mount -t tmpfs none /run && mkdir -m 755 /run/sshd && {program} -D -e -f {key}.conf"
+            log = directory / f"{host.name}.log"
+            running.append(host.start(command, directory, environment, log))
+            await_that(lambda log=log: "Server listening" in log.read_text(), directory, running)
+        options = {"UserKnownHostsFile": directory / "known_hosts", "GlobalKnownHostsFile": "/dev/null"}
+        options |= {"IdentityFile": directory / "id", "IdentitiesOnly": "yes", "User": "root"}
+        (directory / "config").write_text("".join(f"{name} {value}\n" for name, value in options.items()))
+        path = Path(environment["PATH"].split(":")[0]) / "ssh"
+        path.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {directory}/config "$@"\n')
+        path.chmod(0o755)
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 SLURM = blocks("clusters-slurm.md")

@@ -1,7 +1,8 @@
 """Hosts with a real sshd: network namespaces, each with its own name, on a bridge with the launcher's machine.
 
-``a`` is 10.79.0.1, ``b`` is 10.79.0.2, the launcher's machine is 10.79.0.254. The shell of ``b`` prints something
-before each command, as a careless ``.bashrc`` does. A host vanishes when its cable is pulled: no packet announces that.
+``a`` is 10.79.0.1 and fd79::1, ``b`` is 10.79.0.2 and fd79::2, the launcher's machine is 10.79.0.254 and fd79::fe. The
+shell of ``b`` prints something before each command, as a careless ``.bashrc`` does. A host vanishes when its cable is
+pulled: no packet announces that.
 """
 
 from __future__ import annotations
@@ -47,12 +48,17 @@ def processes_in(namespace: str) -> list[int]:
     return found
 
 
+def _ipv6_of(address: str) -> str:
+    """The other address of the same machine."""
+    return f"fd79::{int(address.rpartition('.')[2]):x}"
+
+
 class SshHost:
     """A network namespace with an sshd."""
 
     def __init__(self, name: str, address: str, directory: Path, environment: dict[str, str]) -> None:
         self._environment = environment
-        self.name, self.address = name, address
+        self.name, self.address, self.address6 = name, address, _ipv6_of(address)
         self.directory = directory / f"host-{name}"
         self.temporary = self.directory / "tmp"
         self.temporary.mkdir(parents=True)
@@ -87,7 +93,7 @@ class SshHost:
             lines.append("""ForceCommand echo "Welcome to b"; eval "$SSH_ORIGINAL_COMMAND" """)
         (self.directory / "sshd_config").write_text("\n".join(lines) + "\n")
         with (directory / "known_hosts").open("a") as file:
-            file.write(f"[{self.address}]:{PORT} {key.with_suffix('.pub').read_text()}")
+            file.write(f"[{self.address}]:{PORT},[{self.address6}]:{PORT} {key.with_suffix('.pub').read_text()}")
 
     def _await_listening(self) -> None:
         assert self.sshd.stderr is not None
@@ -148,7 +154,8 @@ class Network:
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / "id"))
         script = (
             "ip link set lo up && ip link add bridge type bridge && ip link set bridge up && "
-            f"ip address add {LAUNCHER_ADDRESS}/24 dev bridge && echo ready && exec cat"
+            f"ip address add {LAUNCHER_ADDRESS}/24 dev bridge && "
+            f"ip address add {_ipv6_of(LAUNCHER_ADDRESS)}/64 dev bridge nodad && echo ready && exec cat"
         )
         self._machine = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -172,6 +179,7 @@ class Network:
         self.here("ip", "link", "set", f"to-{name}", "master", "bridge", "up")
         there = ("nsenter", "--target", str(host.sshd.pid), "--net", "ip")
         run(*there, "address", "add", f"{address}/24", "dev", "cable")
+        run(*there, "address", "add", f"{host.address6}/64", "dev", "cable", "nodad")
         run(*there, "link", "set", "cable", "up")
 
     def _write_config(self) -> None:

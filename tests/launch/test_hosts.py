@@ -207,6 +207,7 @@ def test_every_message_to_a_steward_is_encoded_and_decoded() -> None:
         protocol.Reach("10.0.0.1", 4711, 5.0),
         protocol.Start(0, "worker0", ["-u", "x.py"], {"RANK": "0"}),
         protocol.Stop(15, 5.0),
+        protocol.Signal(10),
         protocol.Grant(7),
         protocol.Credit(100),
         protocol.News("boot/ns/1/2", "exited with code 3", True),

@@ -51,6 +51,10 @@ class Play:
         self.did = self.course.stop(signum, self.now)
         return self.did
 
+    def pass_on(self, signum: int) -> list[Action]:
+        self.did = self.course.pass_on(signum)
+        return self.did
+
     def sent(self, kind: type[protocol.Message]) -> list[tuple[int, protocol.Message]]:
         found = [(each.host, each.message) for each in self.did if isinstance(each, Send)]
         return [(host, message) for host, message in found if isinstance(message, kind)]
@@ -354,6 +358,19 @@ def test_a_signal_is_passed_on_and_a_second_one_kills() -> None:
     assert play.sent(protocol.Stop) == [(host, protocol.Stop(signal.SIGKILL, 0.0)) for host in (0, 1)]
     assert play.course.outcome.report == "stopped by SIGINT"
     assert play.course.next_time() <= play.now + 5.0
+
+
+def test_a_signal_for_the_program_stops_nothing() -> None:
+    play = Play()
+    play.greet(0)
+    assert play.pass_on(signal.SIGUSR1) == []  # there is no worker yet
+    play = Play().run()
+    for _ in range(2):
+        play.pass_on(signal.SIGUSR1)
+        assert play.did == [Send(host, protocol.Signal(signal.SIGUSR1)) for host in (0, 1)]
+    assert play.course.phase == "running"
+    play.stop(signal.SIGTERM)
+    assert play.sent(protocol.Stop) == [(host, protocol.Stop(signal.SIGTERM, 5.0)) for host in (0, 1)]
 
 
 def test_a_signal_before_the_workers_ends_all() -> None:

@@ -150,6 +150,34 @@ def test_gradients_over_hosts_beside_torch_distributed(run: RunScript) -> None:
     assert out == "[worker0] [9.0, 9.0, 9.0] 3.0\n"
 
 
+IPV6 = """
+    import os
+    import torch
+    import backhaul.autograd as dist_autograd
+    from backhaul import rpc
+
+    rpc.init_rpc()
+    if rpc.get_worker_info().id == 0:
+        x = torch.ones(3, requires_grad=True)
+        with dist_autograd.context() as context:
+            y = rpc.rpc_sync("worker1", torch.mul, (x, 3.0))
+            dist_autograd.backward(context, [y.sum()])
+            print(dist_autograd.get_gradients(context)[x].tolist(), rpc.debug_info()["peers"][0]["path"])
+    rpc.shutdown()
+    print(os.environ["MASTER_ADDR"], os.environ["BACKHAUL_HOST"])
+    """
+
+
+def test_gradients_over_ipv6(run: RunScript) -> None:
+    code, out, err = run(IPV6, hosts="[fd79::1]:1,[fd79::2]:1").finish(LONG)
+    assert code == 0, err
+    assert sorted(out.splitlines()) == [
+        "[worker0] [3.0, 3.0, 3.0] tls",
+        "[worker0] fd79::1 fd79::1",
+        "[worker1] fd79::1 fd79::2",
+    ]
+
+
 # How it ends.
 
 
@@ -165,14 +193,14 @@ def test_a_failure_on_one_host_stops_the_others(run: RunScript) -> None:
     assert err == "backhaul: worker3 exited with code 7 on host b; the other workers were stopped\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_is_passed_on_once(run: RunScript, signum: int) -> None:
     source = """
         import signal, sys
         def leave(signum, frame):
             print("got", signum, flush=True)
             sys.exit(5)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(signum, leave)
         print("ready")
         signal.pause()
@@ -184,6 +212,23 @@ def test_a_signal_is_passed_on_once(run: RunScript, signum: int) -> None:
     assert code == 128 + signum
     assert sorted(out.splitlines()) == [f"[worker{rank}] got {int(signum)}" for rank in range(4)]
     assert err == f"backhaul: stopped by {signal.Signals(signum).name}\n"
+
+
+def test_a_signal_for_the_program_stops_no_worker(run: RunScript) -> None:
+    source = """
+        import signal
+        signal.signal(signal.SIGUSR1, lambda signum, frame: print("got", signum, flush=True))
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+        """
+    launch = run(source)
+    launch.lines(4)
+    for _ in range(2):
+        launch.popen.send_signal(signal.SIGUSR1)
+        assert launch.lines(4) == [f"[worker{rank}] got {int(signal.SIGUSR1)}\n" for rank in range(4)]
+    launch.popen.send_signal(signal.SIGTERM)
+    assert launch.finish(LONG)[::2] == (143, "backhaul: stopped by SIGTERM\n")
 
 
 def test_a_second_interrupt_kills_at_once(run: RunScript) -> None:
@@ -340,12 +385,14 @@ GROUP = """
     from backhaul import rpc
 
     rpc.init_rpc(rpc_backend_options=rpc.RpcOptions(unresponsive_after=60))
-    rank, again = int(os.environ["RANK"]), os.environ.get("BACKHAUL_RESTARTS")
+    me, again = os.environ["RANK"], os.environ.get("BACKHAUL_RESTARTS")
+    watcher = os.environ.get("WATCHER", "0")
+    other = "worker1" if watcher == "0" else "worker0"
 
     def wait_for(*words):
         while True:
             try:
-                print("value", rpc.rpc_sync("worker1", os.getenv, ("BACKHAUL_RESTARTS", "none")), flush=True)
+                print("value", rpc.rpc_sync(other, os.getenv, ("BACKHAUL_RESTARTS", "none")), flush=True)
                 if "again" in words:
                     return
             except rpc.WorkerLostError as error:
@@ -353,10 +400,10 @@ GROUP = """
                     return error
             time.sleep(0.1)
 
-    if rank == 0:
-        kept = rpc.remote("worker1", torch.ones, args=(2,))
+    if me == watcher:
+        kept = rpc.remote(other, torch.ones, args=(2,))
         kept.to_here()
-        print("pid", rpc.rpc_sync("worker1", os.getpid), flush=True)
+        print("pid", rpc.rpc_sync(other, os.getpid), flush=True)
         print("lost:", wait_for("lost"), flush=True)
         if os.environ.get("REJOIN"):
             wait_for("again")
@@ -383,19 +430,23 @@ def test_the_cause_of_a_death_reaches_the_workers_of_other_hosts(run: RunScript)
     assert "worker1 was killed by SIGKILL (signal 9) on host b; the other workers go on" in err
 
 
-def test_a_host_that_vanished_is_taken_in_again(run: RunScript, network: Network) -> None:
+@pytest.mark.parametrize(("host", "lost", "watcher"), [("b", "worker1", 0), ("a", "worker0", 1)])
+def test_a_host_that_vanished_is_taken_in_again(
+    run: RunScript, network: Network, host: str, lost: str, watcher: int
+) -> None:
+    """On host a is the store, in which a worker that comes back looks for the group."""
     options = ["--rejoin", "--max-restarts", "1", "--host-timeout", str(LEASE), "--env", "REJOIN=1"]
-    launch = run(GROUP, *options, hosts="a:1,b:1")
+    launch = run(GROUP, *options, "--env", f"WATCHER={watcher}", hosts="a:1,b:1")
     worker = int(lines_until(launch, "pid").split()[-1])
-    network.pull("b")
+    network.pull(host)
     line = lines_until(launch, "lost:")
-    assert "worker 'worker1' is lost: it was lost with host b, which has not answered for" in line
+    assert f"worker {lost!r} is lost: it was lost with host {host}, which has not answered for" in line
     assert_gone([worker])
     network.plug_in()
     lines_until(launch, "again")
     code, _, err = launch.finish(LONG)
     assert code == 0, err
-    assert "host b is back" in err
+    assert f"host {host} is back" in err
 
 
 # Unusable hosts: the error names the host, ssh asks no questions, nothing hangs.

@@ -147,14 +147,14 @@ def test_a_worker_that_ends_well_leaves_the_others_alone(run: RunScript, tmp_pat
     assert launch.finish()[:2] == (0, "[worker0] done\n")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_is_passed_on_once(run: RunScript, signum: int) -> None:
     source = """
         import os, signal, sys
         def leave(signum, frame):
             print("got", signum, flush=True)
             sys.exit(5)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(signum, leave)
         print(os.getpid())
         signal.pause()
@@ -169,13 +169,37 @@ def test_a_signal_is_passed_on_once(run: RunScript, signum: int) -> None:
     assert_gone(workers)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+NOTED = """
+    import os, signal, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, lambda signum, frame: print("got", signum, child.poll(), flush=True))
+    print(os.getpid(), flush=True)
+    while True:
+        signal.pause()
+    """
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_for_the_program_stops_no_worker(run: RunScript, signum: int) -> None:
+    """The worker itself gets it. Its children, which may not handle it, do not."""
+    launch = run(NOTED)
+    launch.lines(2)
+    for _ in range(2):
+        launch.popen.send_signal(signum)
+        assert launch.lines(2) == [f"[worker{rank}] got {int(signum)} None\n" for rank in (0, 1)]
+    launch.popen.send_signal(signal.SIGTERM)
+    assert launch.finish()[::2] == (143, "backhaul: stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_that_is_ignored_from_the_start_stays_ignored(run: RunScript, signum: int, tmp_path: Path) -> None:
     """As in the background of a shell, and under nohup."""
     os.mkfifo(tmp_path / "gate")
     source = """
         import signal
-        print([int(each) for each in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_IGN])
+        signals = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+        print([int(each) for each in signals if signal.getsignal(each) is signal.SIG_IGN])
         open("gate").read()
         print("done")
         """

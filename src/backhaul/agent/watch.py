@@ -323,6 +323,9 @@ class Watch:
         if line is None:
             return
         drained = line.drain()
+        if line.lost is not None:
+            # Armed again, it would show its hang-up over and over until the thread that loses it calls `remove`.
+            return
         # If another thread reads the line, or only replies without callbacks are still due, the next tick looks at the
         # line again. Handling each event at once would take the interpreter from the working threads.
         with self._lock:

@@ -206,6 +206,10 @@ class Course:
         self._stop_by = min(self._stop_by, now + _STOP_SLACK)
         return self._to_all(protocol.Stop(signal.SIGKILL, 0.0))
 
+    def pass_on(self, signum: int) -> list[Action]:
+        """Handle a signal to the launcher that is for the workers' programs. Workers that do not run yet miss it."""
+        return self._to_all(protocol.Signal(signum))
+
     def tick(self, now: float) -> list[Action]:
         """Handle the passing of time."""
         if self.phase == "stopping" and now >= self._stop_by:

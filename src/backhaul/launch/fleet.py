@@ -7,14 +7,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import FrameType
 
 from backhaul.errors import ProtocolError
 from backhaul.launch import protocol
 from backhaul.launch.course import Action, Connect, Course, Disconnect, Say, Send
 from backhaul.launch.guardian import Guardian
-from backhaul.launch.job import Outcome, signals_stop
+from backhaul.launch.job import Outcome, handled_signals
 from backhaul.launch.lease import clock
 from backhaul.launch.outlet import Outlet
 from backhaul.launch.placement import Host
@@ -63,6 +63,7 @@ class Fleet:
         self._current: dict[int, _Connection] = {}
         self._leaving: list[Process] = []
         self._signals: SimpleQueue[int] = SimpleQueue()
+        self._passed: SimpleQueue[int] = SimpleQueue()
         self._signalled = 0
         self._guardian = Guardian()
         self._supervisor = Supervisor(self._on_bytes, self._guardian)
@@ -78,7 +79,7 @@ class Fleet:
     def run(self) -> Outcome:
         """Run the launch and return its outcome. Raises `BrokenPipeError` if the reader of the output is gone."""
         try:
-            with signals_stop(self._on_signal), self._not_suspended():
+            with handled_signals(self._on_signal, self._on_passed), self._not_suspended():
                 self._act(self._course.begin(clock()))
                 while not self._course.done or self._supervisor.active:
                     self._step()
@@ -93,11 +94,10 @@ class Fleet:
         for process in [process for process in self._leaving if process.over.is_set()]:
             self._leaving.remove(process)
             self._on_over(self._connections[process.index])
-        while True:
-            try:
-                self._act(self._course.stop(self._signals.get_nowait(), clock()))
-            except Empty:
-                break
+        while not self._signals.empty():
+            self._act(self._course.stop(self._signals.get(), clock()))
+        while not self._passed.empty():
+            self._act(self._course.pass_on(self._passed.get()))
         for host, size in self._outlet.written():
             self._act([Send(host, protocol.Credit(size))])
         if self._outlet.error is not None:
@@ -115,6 +115,10 @@ class Fleet:
     def _on_signal(self, signum: int) -> None:
         self._signalled += 1
         self._signals.put(signum)
+        self._supervisor.wake()
+
+    def _on_passed(self, signum: int) -> None:
+        self._passed.put(signum)
         self._supervisor.wake()
 
     @contextmanager

@@ -15,7 +15,9 @@ from types import FrameType
 from backhaul.launch.session import RESTARTS_VARIABLE
 from backhaul.launch.supervisor import GRACE, Command, Process, Supervisor
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""For the workers' programs. Slurm sends one some time before the end of a job, for example."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ def run_job(
     """Run ``commands`` until all have ended. Main thread only, since it handles signals.
 
     Workers that fail are restarted, ``restarts`` times in total. With ``rejoin``, the others continue without a worker
-    that is not restarted, and ``on_missing`` is called with it. SIGINT, SIGTERM and SIGHUP are passed on once; a second
-    signal kills the workers at once.
+    that is not restarted, and ``on_missing`` is called with it. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on once;
+    a second signal kills the workers at once. SIGUSR1 and SIGUSR2 are passed on and stop nothing.
     """
     cause = Cause()
     missing = Cause()  # why the others continue without a worker
@@ -82,7 +84,7 @@ def run_job(
 
     times = [0] * len(commands)
     leaving: list[Process] = []  # restarted when they are over
-    with signals_stop(stop):
+    with handled_signals(stop, supervisor.pass_on):
         for index, command in enumerate(commands):
             supervisor.start(command, index)
         while supervisor.active or leaving:
@@ -120,14 +122,15 @@ def exit_code(returncode: int) -> int:
 
 
 @contextmanager
-def signals_stop(on_signal: OnSignal) -> Iterator[None]:
-    """Call ``on_signal`` for SIGINT, SIGTERM and SIGHUP in the block, unless they are ignored. Main thread only."""
+def handled_signals(stop: OnSignal, pass_on: OnSignal) -> Iterator[None]:
+    """Call ``stop`` for signals that end the job in the block, and ``pass_on`` for those that are for the workers'
+    programs, unless they are ignored. Main thread only."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        on_signal(signum)
+        (stop if signum in _STOP_SIGNALS else pass_on)(signum)
 
     previous = {}
-    for signum in _STOP_SIGNALS:
+    for signum in (*_STOP_SIGNALS, *_PASSED_SIGNALS):
         # A signal that is ignored from the start means nohup or a shell's background job. It stays ignored.
         if signal.getsignal(signum) is not signal.SIG_IGN:
             previous[signum] = signal.signal(signum, handle)

@@ -10,7 +10,8 @@
       Listen, at the first host           ──>   Listening: the port on which the group will meet
       Reach, at every host                ──>   Reached: whether it can be reached from there, and from which address
       Start, for each worker              ──>   Started; Output …; Ended: how; Over: its whole process group is gone
-      Stop: a signal to all workers       ──>
+      Stop: a signal to all workers       ──>   SIGKILL follows
+      Signal: one for their programs      ──>
       News: how a worker has ended        ──>   told to the workers of this host
       Grant                               <──   Ask, again and again (`lease`)
       Credit: output that was written     ──>   bounds what is under way
@@ -28,7 +29,7 @@ import msgspec
 
 from backhaul.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MARK = b"\0backhaul steward\0"
 """Precedes the first frame. Everything before it is output of the host's shell."""
 
@@ -77,6 +78,10 @@ class Start(Message, frozen=True):
 class Stop(Message, frozen=True):
     signum: int
     grace: float
+
+
+class Signal(Message, frozen=True):
+    signum: int
 
 
 class Grant(Message, frozen=True):
@@ -146,7 +151,7 @@ class Ask(Message, frozen=True):
     number: int
 
 
-ToSteward = Setup | Listen | Reach | Start | Stop | Grant | Credit | News
+ToSteward = Setup | Listen | Reach | Start | Stop | Signal | Grant | Credit | News
 ToLauncher = Hello | Ready | Refused | Listening | Reached | Started | Output | Ended | Over | Ask
 
 _encode = msgspec.msgpack.Encoder().encode

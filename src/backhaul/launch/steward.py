@@ -96,6 +96,8 @@ class Steward:
                 self._start(message)
             case protocol.Stop(signum, grace):
                 self._supervisor.stop(signum, grace)
+            case protocol.Signal(signum):
+                self._supervisor.pass_on(signum)
             case protocol.Grant(number):
                 self._lease.granted(number)
                 self._guardian.expect(self._lease.ends - clock() + _AFTER_LEASE)

@@ -1,8 +1,8 @@
 """Starts processes, carries their output, notices when they end, and stops them.
 
 One thread drives a supervisor by calling `Supervisor.poll` in a loop; everything
-happens on that thread. Other threads may only call `stop`, `start_soon` and `wake`, signal handlers only `stop` and
-`wake`.
+happens on that thread. Other threads may only call `stop`, `pass_on`, `start_soon` and `wake`, signal handlers only
+`stop`, `pass_on` and `wake`.
 
 The life of a process::
 
@@ -109,6 +109,7 @@ class Supervisor:
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
         # SimpleQueue.put is reentrant: a signal handler may interrupt it and call it again.
         self._stops: SimpleQueue[tuple[int, float, Process | None]] = SimpleQueue()
+        self._passed: SimpleQueue[int] = SimpleQueue()
         self._starts: SimpleQueue[tuple[Command, int, Future[Process]]] = SimpleQueue()
         self._kill_at: float | None = None
         self._held = False
@@ -197,6 +198,11 @@ class Supervisor:
         self._stops.put((signum, time.monotonic() + grace, only))
         self.wake()
 
+    def pass_on(self, signum: int) -> None:
+        """Send ``signum`` to every process, but not to its children. Safe from any thread and from a signal handler."""
+        self._passed.put(signum)
+        self.wake()
+
     def wake(self) -> None:
         """Make `poll` return. Safe from any thread and from a signal handler."""
         try:
@@ -209,6 +215,7 @@ class Supervisor:
         for key, _ in self._selector.select(self._patience(seconds)):
             key.data()
         self._start_requested()
+        self._send_passed()
         self._send_stops()
         self._act_on_time()
         exited, self._exited = self._exited, []
@@ -253,6 +260,12 @@ class Supervisor:
                 future.set_result(self.start(command, index))
             except BaseException as error:
                 future.set_exception(error)
+
+    def _send_passed(self) -> None:
+        while not self._passed.empty():
+            signum = self._passed.get()
+            for process in self._active.values():
+                os.kill(process.pid, signum)  # a zombie at worst
 
     def _send_stops(self) -> None:
         while True:
