@@ -325,7 +325,7 @@ DEVICES = (
     Mutant(
         "devices/segments.py",
         "a trial that nothing follows never ends",
-        "                self._settle(device)\n            soonest",
+        "                self._end_trial(device)\n            soonest",
         "                pass\n            soonest",
         _TRIALS,
     ),

@@ -262,7 +262,7 @@ class DeviceLending:
         if self._impossible or device in self._refused:
             return False
         if device in self._trials:
-            self._settle(device)
+            self._end_trial(device)
             return device in self._opened
         trial = self._make(device, _SMALLEST)
         if trial is not None:
@@ -272,7 +272,7 @@ class DeviceLending:
             self.offers = True
         return False
 
-    def _settle(self, device: int) -> None:
+    def _end_trial(self, device: int) -> None:
         """End a trial if the peer has answered."""
         trial = self._trials[device]
         answer = trial.trial
@@ -353,7 +353,7 @@ class DeviceLending:
         dropped: list[_Segment] = []
         with self._lock:
             for device in list(self._trials):
-                self._settle(device)
+                self._end_trial(device)
             soonest = _IDLE_SECONDS if self._trials else math.inf
             for segment in list(self._segments):
                 left = segment.used_at + _IDLE_SECONDS - now
