@@ -138,7 +138,7 @@ def test_a_common_node_joins() -> None:
 
 
 def test_a_common_recv_joins() -> None:
-    """Its gradients are sent once, as a sum."""
+    """The gradients of the Recv are sent once, as a sum."""
     (x,) = received(1000)
     (component,) = plan({5: sent(5, x * 2), ROOT: rooted(x * 3)})
     assert component.sources == [ROOT, 5]
@@ -286,7 +286,7 @@ class NotedRun:
 
 
 def test_the_engine_turns_to_a_gate_when_nothing_else_is_ready() -> None:
-    """And then to the latest gate first. A Recv comes before all other nodes."""
+    """Of several gates the engine turns to the latest first. A Recv comes before all other nodes."""
     Noted.order = []
     x = leaf()
     (y,) = received(1000)

@@ -89,7 +89,7 @@ def test_a_burst_of_callbacks_needs_few_threads(pair: InProcessCluster, gate: st
 
 
 def test_callbacks_that_wait_for_each_other(pair: InProcessCluster, gate: str) -> None:
-    """Also after collect_all, where torch attaches callbacks that Backhaul does not see."""
+    """This covers collect_all, where torch attaches callbacks that Backhaul does not see."""
     later = threading.Event()
     futures = [pair[0].rpc_async("worker1", wait_for_gate, args=(gate,)) for _ in range(2)]
     waits = torch.futures.collect_all(futures[:1]).then(lambda _: later.wait(20))

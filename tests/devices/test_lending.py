@@ -91,7 +91,7 @@ def test_a_copy_that_fails_costs_its_segment_only(lending: DeviceLending) -> Non
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_descriptors_are_closed_once(monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
-    """Also if two threads give the segment up, or one takes the descriptors for a message at that moment."""
+    """Two threads may give the segment up, or one may take the descriptors for a message at that moment."""
     made = segment()
     closed: list[int] = []
     close = os.close

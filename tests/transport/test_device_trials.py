@@ -136,7 +136,7 @@ def test_data_goes_in_segments_when_the_first_one_is_opened(pair: tuple[Channel,
 
 
 def test_any_message_passes_a_trial(pair: tuple[Channel, Channel]) -> None:
-    """Also a small one: perhaps no large one ever takes this channel in this direction."""
+    """A small message passes one too: perhaps no large one ever takes this channel in this direction."""
     near, far = pair
     lending = lending_of(near)
     assert not place(lending)
@@ -267,7 +267,7 @@ def test_the_segments_of_a_peer_are_unmapped_when_the_channel_ends(pair: tuple[C
 
 
 def test_a_trial_that_nothing_follows_ends_too(pair: tuple[Channel, Channel]) -> None:
-    """Its segment is idle then, and is freed like any other."""
+    """The segment of the trial is idle then, and is freed like any other."""
     near, far = pair
     lending = lending_of(near)
     woken: list[None] = []
@@ -289,7 +289,7 @@ def test_a_trial_that_nothing_follows_ends_too(pair: tuple[Channel, Channel]) ->
 
 @pytest.mark.parametrize("end", ["trim", "close"])
 def test_no_thread_waits_for_the_lock_while_memory_is_freed(pair: tuple[Channel, Channel], end: str) -> None:
-    """It may be freed only when the device has done its work."""
+    """Freeing the memory may block until the device has done its work."""
     near, far = pair
     lending = lending_of(near)
     assert not place(lending)
