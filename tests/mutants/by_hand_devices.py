@@ -276,7 +276,7 @@ DEVICES = (
     Mutant(
         "devices/segments.py",
         "a segment on trial is taken for opened when the peer has answered",
-        "        if answer == _OPENED:\n",
+        "        if answer == OPENED:\n",
         "        if answer:\n",
         _TRIALS,
     ),
@@ -316,9 +316,9 @@ DEVICES = (
         _TRIALS,
     ),
     Mutant(
-        "devices/segments.py",
+        "devices/pages.py",
         "the receiver does not say that it could not open a segment",
-        "            self.page[3] = _FAILED\n",
+        "            self.page[3] = FAILED\n",
         "            pass\n",
         _TRIALS,
     ),
@@ -344,14 +344,14 @@ DEVICES = (
         _TRIALS,
     ),
     Mutant(
-        "devices/segments.py",
+        "devices/pages.py",
         "a forked child shares the pages of its parent",
         "    for each in _inherited:\n        each.abandon()\n",
         "",
         _FORKS,
     ),
     Mutant(
-        "devices/segments.py",
+        "devices/pages.py",
         "a forked child deletes the segments of its parent",
         "    _inherited[:] = _ends\n    for each in _inherited:\n",
         "    for each in list(_ends):\n",
@@ -372,7 +372,7 @@ DEVICES = (
         _FORKS,
     ),
     Mutant(
-        "devices/segments.py",
+        "devices/pages.py",
         "a segment is copied out on a stream of another GPU",
         "        if target.is_cuda and target.get_device() == self._device:\n",
         "        if target.is_cuda:\n",

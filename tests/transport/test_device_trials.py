@@ -19,7 +19,7 @@ import pytest
 import torch
 from transport_group import Group, receive, send
 
-from backhaul.devices import segments
+from backhaul.devices import pages, segments
 from backhaul.devices.driver import NoMemory
 from backhaul.devices.segments import DeviceLending
 from backhaul.transport.base import Channel
@@ -46,7 +46,7 @@ class _Outgoing:
         pass
 
 
-class Segment(segments._Segment):
+class Segment(pages.Segment):
     """A segment without a device. ``near``: whether the receiver can open it, because it is in the same process."""
 
     near = True
@@ -65,10 +65,10 @@ class Segment(segments._Segment):
         outgoing: Any = _Outgoing()
         self.memory, self.events, self.outgoing, self.used_at = memory, events, outgoing, 0.0
         name = secrets.token_bytes(16)
-        page, self.page = segments._new_page(size, (b"", b""), "GPU-elsewhere", id, name)
+        page, self.page = pages.new_page(size, (b"", b""), "GPU-elsewhere", id, name)
         self.descriptors = [page, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
         if self.near:
-            segments._here[name] = self
+            pages._here[name] = self
 
 
 class _Tensor:
@@ -95,7 +95,7 @@ def place(lending: DeviceLending, size: int = SMALL, device: int = 0) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(segments, "_Segment", Segment)
+    monkeypatch.setattr(segments, "Segment", Segment)
     monkeypatch.setattr(segments.driver, "torch_stream", lambda device: None)
     monkeypatch.setattr(segments.driver, "current_stream", lambda device: ~device)
     yield
@@ -186,7 +186,7 @@ def test_a_long_reason_is_cut(
         raise RuntimeError("ü" * 3000)
 
     monkeypatch.setattr(Segment, "near", False)
-    monkeypatch.setattr(segments, "_index_of", fail)
+    monkeypatch.setattr(pages, "_index_of", fail)
     near, far = pair
     assert not place(lending_of(near))
     send_tensor(near)
