@@ -122,7 +122,7 @@ class Lead:
         """The line at hand: the leader handles its messages, or did so last."""
         self._began = 0.0  # when the leader began, or resumed, its request
         self.waits = False
-        """The leader's request waits for a call of its own. Its thread watches the lines, so no tick need help."""
+        """The leader's request waits for a call of its own. Its thread watches the lines, so no tick has to help."""
 
     @property
     def turn(self) -> int:
