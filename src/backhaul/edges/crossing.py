@@ -1,7 +1,7 @@
 """Crossing: applies an `Edge` to everything that leaves this worker for the edge's peer.
 
-Numbers leave a worker in three ways, and each goes through here: values and texts of exceptions in `agent.execution`,
-and gradients in `autograd.engine`. The code above them (functions, modules, references) has no other way out.
+Numbers leave a worker in three ways, and each goes through here: values and texts of exceptions in `agent.translation`,
+and gradients in `autograd.progress`. The code above them (functions, modules, references) has no other way out.
 
 Values that are not floating-point, or not tensors at all, cannot be transformed. An edge with ``on_send`` refuses them,
 unless its ``passes`` lets them pass.
