@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 
-from backhaul.devices import segments
+from backhaul.devices import pages
 from backhaul.transport.segments import Borrowing
 
 
@@ -42,16 +42,16 @@ def page(
     number: int,
     size: int,
     *,
-    seals: int = segments._SEALS,
-    magic: bytes = segments.MAGIC,
-    length: int = segments.PAGE,
+    seals: int = pages.SEALS,
+    magic: bytes = pages.MAGIC,
+    length: int = pages.PAGE,
     given_up: bool = False,
 ) -> int:
     """The descriptor of a page. The options make it one that no good peer passes, or that of a segment given up."""
     made = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(made, length)
-    fields = segments._FIELDS.pack(magic, size, bytes(64), bytes(64), bytes(40), number, bytes(16))
+    fields = pages.FIELDS.pack(magic, size, bytes(64), bytes(64), bytes(40), number, bytes(16))
     os.pwrite(made, bytes((0, given_up)), 0)
-    os.pwrite(made, fields, segments._FIELDS_AT)
+    os.pwrite(made, fields, pages.FIELDS_AT)
     fcntl.fcntl(made, fcntl.F_ADD_SEALS, seals)
     return made

@@ -138,7 +138,7 @@ def test_the_example_of_two_workers() -> None:
 
 @by_name(PAGES)
 def test_blocks_are_python(page: Path) -> None:
-    """This includes blocks that do not run; and a shown file equals the file."""
+    """Blocks that do not run are checked too, and a shown file equals the file."""
     for block in blocks(page):
         key, _, value = block.kind.partition("=")
         assert key in ("", "script", "file", "notest"), f"{page.name}, line {block.line}: {block.kind}"

@@ -139,7 +139,7 @@ class Odd(Exception):
 
 
 class Changing(Exception):
-    """Its copy has another type."""
+    """An exception whose copy has another type."""
 
     def __reduce__(self) -> Any:
         return ValueError, ("changed",)

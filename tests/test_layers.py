@@ -81,7 +81,7 @@ def layer(module: str) -> str:
 
 
 def above(module: str, others: Iterable[str]) -> set[str]:
-    """Those of the others that are in a higher layer than the module."""
+    """The modules among ``others`` that are in a higher layer than this one."""
     mine = LAYERS.index(layer(module))
     return {other for other in others if LAYERS.index(layer(other)) > mine}
 
@@ -157,7 +157,7 @@ def test_every_file_has_a_layer() -> None:
 
 
 def test_the_imports_are_found() -> None:
-    """Or nothing below would fail."""
+    """Without them, no test below could fail."""
     assert {"errors", "wire.messages", "wire.frames", "wire.landing"} <= IMPORTS["wire.decoder"]
     assert "wire.pickles" in IMPORTS["wire.values"]  # inside a function
     assert "agent.watch" not in IMPORTS["agent.serving"]  # for the type checker only
@@ -217,7 +217,7 @@ def test_imports_have_no_cycle() -> None:
 
 
 def test_the_bottom_layers_know_nothing_of_sockets_or_threads() -> None:
-    """Sans-IO: bytes in, messages out."""
+    """These layers are sans-IO: bytes in, messages out."""
     forbidden = {"socket", "select", "threading", "asyncio", "subprocess"}
     for module in FILES:
         if layer(module) == "wire" or module in ("errors", "ids", "options", "security.handshake"):
@@ -226,7 +226,7 @@ def test_the_bottom_layers_know_nothing_of_sockets_or_threads() -> None:
 
 
 def test_nothing_uses_torch_s_own_rpc() -> None:
-    """Neither by import, nor through `torch.distributed`. Only the benchmark compares with it."""
+    """No module imports it, or reaches it through `torch.distributed`. Only the benchmark compares with it."""
     theirs = ("torch.distributed.rpc.", "torch.distributed.autograd.", "dist.rpc.", "dist.autograd.")
     found = {}
     for module in FILES.keys() - {"bench.ports"}:

@@ -173,8 +173,8 @@ ALLOWED = {
     """,
     "It is about the interpreter, the processors, the memory, the GPUs or the log of the process.": """
         agent.agent:Future.devices agent.interpreter:switch_interval devices.driver:_device_of devices.driver:_handles
-        devices.driver:_state devices.driver:_streams devices.segments:_ends devices.segments:_here
-        devices.segments:_inherited devices.segments:os.register_at_fork() devices.staging:_ended
+        devices.driver:_state devices.driver:_streams devices.pages:_ends devices.pages:_here
+        devices.pages:_inherited devices.pages:os.register_at_fork() devices.staging:_ended
         devices.staging:_freeing devices.staging:_spare devices.streams:_in_use edges.transforms:_warned
         inspection.metrics:_collectors inspection.metrics:_registering inspection.threads:_looking
         profiler.parcel:_lock profiler.parcel:_pauses profiler.parcel:_was_on transport.awake:_turn

@@ -1,8 +1,8 @@
 """News: how a launcher tells its workers that one of them has ended, and how, so that their errors can say so.
 
 Each worker has a datagram socket in the directory of the launch (`agent.endings`), and the launcher sends to all
-sockets there. A file in that directory promises news: a worker that loses a connection then waits a moment for them. A
-launch over several hosts has such a directory on each host, and the file says that the news cover all hosts.
+sockets there. A file in that directory promises news: a worker that loses a connection then waits a moment for it. A
+launch over several hosts has such a directory on each host, and the file says that the news covers all hosts.
 
 A process is named as in `transport.processes`, so that a reused process id cannot be mistaken for the old process.
 
@@ -19,7 +19,7 @@ from pathlib import Path
 EXPECTED = "news"
 """The file that promises news."""
 OF_ALL_HOSTS = "of all hosts"
-"""The content of that file if the news cover all hosts, not only this machine."""
+"""The content of that file if the news covers all hosts, not only this machine."""
 SOCKETS = "news-"
 """The prefix of the sockets' names."""
 

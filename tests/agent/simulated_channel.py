@@ -67,7 +67,7 @@ class Future:
 
 
 class Channel:
-    """Both ends of it. The peer takes from ``outbox`` and puts into ``inbox``."""
+    """Both ends of a channel. The peer takes from ``outbox`` and puts into ``inbox``."""
 
     def __init__(self, world: Simulation, name: str) -> None:
         self.world = world

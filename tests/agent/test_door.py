@@ -266,7 +266,7 @@ def test_closing_turns_everybody_away(doorways: Callable[..., Doorway], kind: st
 
 
 def test_a_process_without_free_descriptors_cuts_off_half_of_the_strangers(doorways: Callable[..., Doorway]) -> None:
-    """So others can connect."""
+    """The freed descriptors let others connect."""
     doorway = doorways(patience=60.0)
     with ExitStack() as stack:
         strangers = [stack.enter_context(doorway.raw()) for _ in range(10)]

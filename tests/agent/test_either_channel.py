@@ -321,7 +321,7 @@ def test_a_message_that_nobody_listens_for_is_handled_by_the_pool(
 
 
 def test_a_request_that_comes_among_replies_is_answered(pair: InProcessCluster) -> None:
-    """Even a call is answered: it runs on the pool, and its reply goes back on the same line."""
+    """The request may even be a call: it runs on the pool, and its reply goes back on the same line."""
     line = line_of(pair[0])
     served = served_by(pair[1])
     answered = threading.Event()

@@ -138,7 +138,7 @@ def test_no_event_is_made_without_an_observer(pair: InProcessCluster, monkeypatc
 
 
 def test_an_observer_gets_events_from_the_same_program(pair: InProcessCluster) -> None:
-    """Otherwise the test above would prove nothing."""
+    """This shows that the test above can fail."""
     observed = Told(pair[0]), Told(pair[1])
     use_everything(pair)
     kinds = set(observed[0].kinds()) | set(observed[1].kinds())

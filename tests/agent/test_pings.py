@@ -51,7 +51,7 @@ def test_a_long_call_is_pinged_now_and_then(sockets: bool) -> None:
 
 
 def test_a_look_after_a_long_stop_loses_no_peer() -> None:
-    """This process, or the whole machine, may have been stopped since the ping."""
+    """The silence proves nothing: this process, or the whole machine, may have been stopped since the ping."""
     with InProcessCluster(2, sockets=True) as workers:
         line = workers[0].agent._route("worker1", time.monotonic() + 10)
         state = line._state

@@ -94,7 +94,7 @@ def test_a_job_runs_on_another_thread(make: Made) -> None:
 
 
 def test_jobs_that_wait_for_each_other_all_run(make: Made) -> None:
-    """However many: nothing waits for a free thread."""
+    """No job waits for a free thread, however many jobs there are."""
     pool = make(keep=1)
     together = threading.Barrier(51)
     for _ in range(50):

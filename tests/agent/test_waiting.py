@@ -175,7 +175,7 @@ def test_a_vigil_that_is_already_done_does_not_wait(vigil: Vigil, trio: InProces
 
 
 def test_a_vigil_can_be_woken_before_it_checks_whether_it_is_done(vigil: Vigil, trio: InProcessCluster) -> None:
-    """Otherwise a message that comes between the check and the sleep would wake no thread."""
+    """A message that comes between the check and the sleep must wake the thread."""
     line = line_to(trio, 1)
     seen: list[bool] = []
 
@@ -240,7 +240,7 @@ def test_a_vigil_that_is_offered_a_role_and_leaves_passes_it_on(trio: InProcessC
 def test_a_role_that_becomes_free_between_two_looks_is_taken(
     trio: InProcessCluster, vigil: Vigil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise no thread reads that line, and none is woken for it."""
+    """If the vigil did not try again, no thread would read that line, and none would be woken for it."""
     line = line_to(trio, 1)
     token = line.begin_reading()
     line_up = line.line_up
@@ -284,7 +284,7 @@ def test_a_line_that_this_worker_loses_is_closed_by_the_vigil_that_reads_it(
 
 
 def test_a_vigil_on_lost_lines_sleeps(trio: InProcessCluster, vigil: Vigil) -> None:
-    """Their descriptors may belong to other connections by then."""
+    """The vigil polls no descriptor of a lost line, because it may belong to another connection by then."""
     line = line_to(trio, 1)
     line.lose(ConnectionError("cut"))
     before = time.thread_time()

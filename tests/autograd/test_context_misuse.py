@@ -117,7 +117,7 @@ def plain_backward(x: Tensor) -> None:
 
 
 def test_a_plain_backward_through_a_received_tensor(pair: InProcessCluster) -> None:
-    """It is refused here and on the callee, and a correct pass still works afterwards."""
+    """The backward is refused here and on the callee, and a correct pass still works afterwards."""
     x = leaf(3)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         y = rpc.rpc_sync("worker1", double, args=(x,))

@@ -89,7 +89,7 @@ def open_context_there(to: str) -> int:
 
 
 def test_nested_contexts_are_refused(trio: InProcessCluster) -> None:
-    """Also in a remote function, which runs in its caller's context, and two hops away."""
+    """A remote function runs in its caller's context, so it cannot open one either, even two hops away."""
     with trio[0].as_current():
         with dist_autograd.context() as ctx:
             with pytest.raises(RuntimeError, match=NESTED), dist_autograd.context():
@@ -241,7 +241,7 @@ def own_weight(name: str) -> Tensor:
 
 
 def test_a_reply_is_recorded_if_its_tensors_need_grad(pair: InProcessCluster) -> None:
-    """Even if the request had no such tensors."""
+    """The request need not have had such tensors."""
     with pair[0].as_current(), dist_autograd.context() as ctx:
         y = rpc.rpc_sync("worker1", own_weight, args=("a",))
         assert not ctx.sends
@@ -293,7 +293,7 @@ def test_sends_and_recvs_are_nodes_of_torch_s_graph(pair: InProcessCluster) -> N
 
 
 def test_the_send_of_a_tensor_within_the_graph(pair: InProcessCluster) -> None:
-    """Its edges lead to the nodes of the tensors that require grad, in order."""
+    """The edges of a Send lead to the nodes of the tensors that require grad, in order."""
     x = leaf(3)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         first, second = torch.sin(x), torch.exp(x).split([1, 2])[1]  # type: ignore[no-untyped-call]
@@ -330,7 +330,7 @@ def test_gradients_are_on_the_worker_of_their_leaf(trio: InProcessCluster) -> No
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_worker_keeps_a_context_that_was_left(trio: InProcessCluster, fails: bool) -> None:
-    """Also two hops away, after a pass or without one, and if the body raised."""
+    """This covers workers two hops away, contexts with and without a pass, and a body that raises."""
     x = leaf(2, 4)
     path = [("worker1", "a"), ("worker2", "b")]
     for passes in (0, 1):
@@ -371,7 +371,7 @@ def watched(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("passes", [0, 1])
 def test_a_context_that_was_left_holds_no_memory(pair: InProcessCluster, passes: int) -> None:
-    """Neither here nor on the callee, and without the garbage collector."""
+    """The memory is free here and on the callee, without help from the garbage collector."""
     _watched.clear()
     gc.disable()
     try:
@@ -415,7 +415,7 @@ def hooked(x: Tensor) -> Tensor:
 
 
 def test_a_backward_pass_runs_in_its_context(pair: InProcessCluster) -> None:
-    """So the calls of a hook, or of a checkpointed segment, are recorded in it."""
+    """The calls of a hook, or of a checkpointed segment, are recorded in that context."""
     contexts_of_hooks.clear()
     with pair[0].as_current(), dist_autograd.context() as ctx:
         dist_autograd.backward(ctx, [rpc.rpc_sync("worker1", hooked, args=(leaf(3),)).sum()])

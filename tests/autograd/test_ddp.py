@@ -178,7 +178,7 @@ def some_ways(step: int) -> Tensor:
 @pytest.mark.parametrize("accumulate", ["context", "grad"])
 @pytest.mark.parametrize("options", [UNUSED, UNUSED | VIEW, UNUSED | SMALL_BUCKETS], ids=title)
 def test_parameters_that_a_trainer_does_not_use(crew: Crew, options: Options, accumulate: Accumulate) -> None:
-    """It still gets the average. A parameter that no trainer has used gets no gradient."""
+    """The trainer gets the average all the same. A parameter that no trainer has used gets no gradient."""
     assert "forked.left.weight" not in expected(some_ways, 2, replicated=["forked"])[0][0]
     check(crew, some_ways, {"forked": options}, steps=4, accumulate=accumulate)
 
@@ -418,7 +418,7 @@ def count_replicated() -> int:
 
 
 def test_modules_that_are_gone_leave_nothing(crew: Crew) -> None:
-    """And without modules under DDP, a pass does not search for any."""
+    """A pass without modules under DDP does not search for any."""
     together(crew, ALL, set_up, {"dense": {}, "front": VIEW})
     assert_found(together(crew, TRAINERS, run_pass, hybrid, 0), expected(hybrid, 0))
     assert together(crew, ALL, count_replicated) == {0: 6, 1: 6, SERVER: 0, 3: 0}
@@ -465,7 +465,7 @@ print("found")
 
 
 def test_a_module_from_before_the_import(tmp_path: Path) -> None:
-    """It is found, and the search touches no deprecated torch object."""
+    """The search finds the module, and touches no deprecated torch object."""
     command = [sys.executable, "-W", "error::FutureWarning", "-c", MADE_FIRST, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.stdout == "found\n", done.stderr

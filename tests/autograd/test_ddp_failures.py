@@ -78,7 +78,7 @@ def leave_group() -> None:
 
 
 def fragile(step: int) -> Tensor:
-    """Its backward functions may fail before the module under DDP, and after it."""
+    """A model whose backward functions may fail before the module under DDP, and after it."""
     rows = call(SERVER, fragile_rows, rank(), step)
     return act(f"loss of {rank()}", mse_loss(part("dense")(rows), target(rank(), step)))
 
@@ -189,7 +189,7 @@ def test_a_pass_fails_after_its_ddp_module_was_averaged(crew: Crew, options: dic
 
 @pytest.mark.parametrize(("broken", "program", "name"), [(0, fragile, "loss of 0"), (SERVER, fragile_u, "rows of 0")])
 def test_an_error_before_the_module(crew: Crew, tmp_path: Path, broken: int, program: Program, name: str) -> None:
-    """Its trainer gets the error at once; the other trainer gets one when its process group times out."""
+    """The trainer that fails gets the error at once; the other one gets an error when its process group times out."""
     together(crew, ALL, set_up, {"front" if program is fragile_u else "dense": {}})
     together(crew, ALL, fill)
     crew[broken].run(break_at, name)

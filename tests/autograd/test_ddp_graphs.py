@@ -251,7 +251,7 @@ def inwards(ways: list[int], x: Tensor) -> Tensor:
 @each_way
 @pytest.mark.parametrize("initiator", [MASTER, 1])
 def test_trainers_that_call_each_other(crew: Crew, initiator: int, accumulate: Accumulate) -> None:
-    """Both have gates."""
+    """Both trainers have gates."""
     check(crew, nested, {"front": UNUSED}, initiators=[initiator], steps=2, accumulate=accumulate)
 
 
@@ -347,7 +347,7 @@ def test_gradients_that_come_in_another_order_to_each_trainer(
 @each_way
 @each_option
 def test_hooks_run_once(crew: Crew, options: Options, accumulate: Accumulate) -> None:
-    """They see the trainer's own gradient, even if the tensor is used twice. DDP averages what they leave."""
+    """Hooks see the trainer's own gradient, even if the tensor is used twice. DDP averages what they leave."""
     for program, name in ((hybrid, "dense"), (called_twice, "front")):
         together(crew, ALL, set_up, {name: options})
         together(crew, TRAINERS, note, name)

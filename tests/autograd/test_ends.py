@@ -447,7 +447,7 @@ def test_a_timeout_that_is_not_reached_changes_nothing(trio: InProcessCluster) -
 
 
 def test_many_passes_in_one_context_do_not_pile_up(five: InProcessCluster) -> None:
-    """Whichever worker starts them; also failing passes, and passes without some of the workers."""
+    """Any worker may start a pass; some passes fail, and some do not reach all workers."""
     with five[0].as_current(), dist_autograd.context() as ctx:
         losses = [remote_fork(leaf(2, 4)).sum(), chain_of_two(leaf(2, 4)).sum(), local_fork(leaf(2, 4)).sum()]
         for number in range(200):
@@ -487,7 +487,7 @@ def test_passes_on_several_threads_fail_apart(five: InProcessCluster) -> None:
 
 @pytest.mark.parametrize("program", ["chain_of_two", "local_fork", "remote_fork"])
 def test_an_interrupt_from_the_keyboard(five: InProcessCluster, program: str) -> None:
-    """Wherever the main thread waits in the pass, it stops waiting at once; so do the workers that wait for it."""
+    """The main thread stops waiting at once, wherever in the pass it waits, and so do the workers that wait for it."""
     main = threading.get_ident()
     with Latch("b") as latch, Latch("c"):
 
@@ -570,7 +570,7 @@ def test_gradients_from_the_wrong_worker_fail_the_pass(five: InProcessCluster) -
 
 
 def test_hooks_after_accumulation_delay_only_passes_to_the_same_leaf(trio: InProcessCluster) -> None:
-    """And no thread waits longer than its own pass, since no lock is held while a user's hook runs."""
+    """No thread waits longer than its own pass, since no lock is held while a user's hook runs."""
     shared, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     inside, released = threading.Event(), threading.Event()
 

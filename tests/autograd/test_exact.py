@@ -54,7 +54,7 @@ def on_worker(rank: int, names: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("hops", [1, 4, 16])
 def test_a_chain(workers: InProcessCluster, hops: int) -> None:
-    """There and back at each hop. Each weight is used on one worker, and some are used several times."""
+    """Each hop goes there and back. Each weight is used on one worker, and some are used several times."""
     x = leaf(2, 4)
     names = [("ac" if i % 2 == 0 else "bd")[i // 2 % 2] for i in range(hops)]
 

@@ -71,7 +71,7 @@ def slow(name: str, x: Tensor) -> Tensor:
 
 
 def test_a_future_that_outlives_its_context(pair: InProcessCluster) -> None:
-    """Its value is good. A backward pass through it raises an error that explains it, wherever the end was known."""
+    """The value is good. A backward pass through it raises an error that explains why, wherever the end was known."""
     x = leaf(4, 4)
     for _ in range(3):
         GO.clear()

@@ -35,7 +35,7 @@ def _weights() -> None:
 
 
 class Cube(torch.autograd.Function):
-    """Its backward is wrong on purpose, so that no other way to differentiate gives the same result."""
+    """A Function whose backward is wrong on purpose, so that no other way to differentiate gives the same result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def test_a_reply_that_is_waited_for_in_inference_mode(pair: InProcessCluster) ->
 
 @pytest.mark.parametrize("accumulate", ["context", "grad"])
 def test_hooks_after_accumulation(pair: InProcessCluster, accumulate: Accumulate) -> None:
-    """They run once with the whole gradient in .grad, as in one process."""
+    """Each hook runs once, with the whole gradient in .grad, as in one process."""
     x, y = leaf(4, 4), leaf(4, 4, seed=2)
     seen: dict[str, list[Tensor]] = {"a": [], "x": []}
     for name, tensor in (("a", W["a"]), ("x", x)):

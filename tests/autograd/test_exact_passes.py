@@ -172,7 +172,7 @@ def test_separate_graphs_of_one_context(pair: InProcessCluster) -> None:
 
 
 def test_a_second_pass_over_a_freed_graph(pair: InProcessCluster) -> None:
-    """It raises torch's error, and names the worker."""
+    """The pass raises torch's error, and names the worker."""
     x = leaf(4, 4)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         loss = call("worker1", multiply, "a", x).sum()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from graphs import LEAF, RECV, Graph, expected, ignore, leaf, met, of, outputs, received, recv_of, rooted, sent
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
 from backhaul.autograd import functions, graph
 from backhaul.autograd.functions import ROOT, SendNode, send, start
@@ -137,7 +138,7 @@ def test_a_common_node_joins() -> None:
 
 
 def test_a_common_recv_joins() -> None:
-    """Its gradients are sent once, as a sum."""
+    """The gradients of the Recv are sent once, as a sum."""
     (x,) = received(1000)
     (component,) = plan({5: sent(5, x * 2), ROOT: rooted(x * 3)})
     assert component.sources == [ROOT, 5]
@@ -285,7 +286,7 @@ class NotedRun:
 
 
 def test_the_engine_turns_to_a_gate_when_nothing_else_is_ready() -> None:
-    """And then to the latest gate first. A Recv comes before all other nodes."""
+    """Of several gates the engine turns to the latest first. A Recv comes before all other nodes."""
     Noted.order = []
     x = leaf()
     (y,) = received(1000)
@@ -408,6 +409,17 @@ def test_foreseen_sources_that_share_a_node_or_a_leaf_with_hooks_are_run_togethe
         foresee(node)
     assert [component.sources for component in plan(sources)] == [[5], [6]]
     handle = a.register_hook(lambda gradient: None)
+    assert [component.sources for component in plan(sources)] == [[6, 5]]
+    handle.remove()
+
+
+def test_foreseen_sources_with_leaves_of_one_hook_are_run_together() -> None:
+    a, b = leaf(), leaf()
+    sources = {5: sent(5, a * 2), 6: sent(6, b * 3)}
+    for node in sources.values():
+        foresee(node)
+    assert [component.sources for component in plan(sources)] == [[5], [6]]
+    handle = register_multi_grad_hook([a, b], ignore)
     assert [component.sources for component in plan(sources)] == [[6, 5]]
     handle.remove()
 

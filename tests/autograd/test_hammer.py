@@ -109,7 +109,7 @@ def run_passes(ctx: int, name: str, x: Tensor) -> None:
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_passes_of_several_workers_in_one_context(seed: int | None) -> None:
-    """They run at the same time, over a shared graph with a skip connection."""
+    """The passes run at the same time, over a shared graph with a skip connection."""
     new_weights()
     x = leaf(4, 4)
     with InProcessCluster(3, seed=seed) as workers, workers[0].as_current():

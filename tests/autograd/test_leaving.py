@@ -141,7 +141,7 @@ def test_a_context_that_is_gone_cannot_be_used(trio: InProcessCluster) -> None:
 
 
 def test_a_reply_that_comes_after_its_context_was_left() -> None:
-    """Its values are good. A backward pass through it raises an error that explains it."""
+    """The values of the reply are good. A backward pass through them raises an error that explains why."""
     faults = Faults(delay_seconds=None)
     x = leaf(2, 4)
     with InProcessCluster(2, faults=faults) as workers, workers[0].as_current():

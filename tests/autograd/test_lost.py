@@ -59,7 +59,7 @@ def is_lost(running: Future[Any], name: str) -> None:
 def test_a_worker_that_leaves_the_group_in_the_middle_of_a_pass(
     five: InProcessCluster, program: str, held: str, leaves: int
 ) -> None:
-    """It works, or others wait for it, or it has only sent gradients on."""
+    """The worker that leaves works, or others wait for it, or it has only sent gradients on."""
     rest = [rank for rank in range(5) if rank != leaves]
     with Latch(held) as latch, five[0].as_current():
         with dist_autograd.context() as ctx:

@@ -62,7 +62,7 @@ def test_the_floor_of_ended_passes_only_rises() -> None:
 
 
 def test_a_context_that_ends_meanwhile_records_nothing() -> None:
-    """It ends between the look for it and the note of the worker that has to be told of its end."""
+    """The context ends after it was looked up, and before the worker is noted that must be told of its end."""
     contexts = Contexts(ME)
     record = contexts.new()
     record.over = True

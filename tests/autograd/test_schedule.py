@@ -113,7 +113,7 @@ def test_candidates_of_several_messages_must_be_resolved_first(common: Tensor) -
 
 
 def test_candidates_that_have_all_come_need_not_be_resolved(common: Tensor) -> None:
-    """Even if resolving has begun; sources that get no gradient may be missing from their messages."""
+    """Resolving may have begun, and sources that get no gradient may be missing from their messages."""
     sources = {**message(50, common, common * 2), **message(60, common * 3, common * 4, leaf())}
     schedule = Schedule(sources)
     assert come(schedule, sources, 61, 62) == [[62]]
@@ -124,7 +124,7 @@ def test_candidates_that_have_all_come_need_not_be_resolved(common: Tensor) -> N
 
 
 def test_several_messages_may_come_at_once(common: Tensor) -> None:
-    """They become one run."""
+    """Messages that come at once become one run."""
     sources = {**one(50, common), **one(60, common), **one(70, leaf())}
     schedule = Schedule(sources)
     assert come(schedule, sources, 50, 60, 70) == [[70, 60, 50]]
@@ -139,7 +139,7 @@ def deep(count: int) -> Tensor:
 
 
 def test_large_components_are_runs_of_their_own() -> None:
-    """They may run in parallel; small components are merged."""
+    """Large components may run in parallel; small ones are merged."""
     sources = message(50, deep(100), leaf(), deep(80), leaf() * 2)
     schedule = Schedule(sources)
     assert sorted(come(schedule, sources, 50, 51, 52, 53)) == [[50], [52], [53, 51]]
@@ -207,7 +207,7 @@ def test_runs_that_wait_are_not_put_together(common: Tensor) -> None:
 
 
 def test_a_candidate_whose_gradient_has_come_takes_part(common: Tensor) -> None:
-    """Even if the TakePart message for it has not arrived yet."""
+    """The TakePart message for the candidate need not have arrived."""
     sources = {**one(50, common), **one(60, common)}
     schedule = Schedule(sources)
     come(schedule, sources, 60)
@@ -429,7 +429,7 @@ def test_missing_sources_are_those_that_a_waiting_component_lacks(common: Tensor
 
 
 def test_a_component_that_has_started_is_no_longer_listed(common: Tensor) -> None:
-    """Its run says itself what it waits for."""
+    """A run that has started reports itself what it waits for."""
     sources = {**one(50, common), **one(60, common)}
     schedule = Schedule(sources)
     come(schedule, sources, 60)

@@ -110,7 +110,7 @@ def there_and_on(x: Tensor) -> Tensor:
 
 
 def test_a_gradient_through_several_workers(trio: InProcessCluster) -> None:
-    """There are more sources than a message lists, so every sent tensor may be affected."""
+    """The graph has more sources than a message lists, so every sent tensor may be affected."""
     x, z = leaf(2), leaf(2)
     with trio[0].as_current(), dist_autograd.context():
         y = rpc.rpc_sync("worker1", there_and_on, args=(x * 1,))

@@ -263,7 +263,7 @@ def test_a_masked_tensor(pair: InProcessCluster) -> None:
 
 
 class Odd(Tensor):
-    """Neither a plain subclass nor one with ``__tensor_flatten__``."""
+    """A subclass that is neither plain nor has ``__tensor_flatten__``."""
 
     @staticmethod
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Odd:

@@ -46,7 +46,7 @@ def test_a_launcher_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("gone", ["before", "later"])
 def test_launched_workers_end_with_the_benchmark(gone: str, tmp_path: Path) -> None:
-    """Also if the benchmark is killed: then nothing holds the pipe open."""
+    """The workers end even if the benchmark is killed, because then nothing holds the pipe open."""
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDWR)
     thread = threading.Thread(target=launched.await_end, args=(str(tmp_path),), daemon=True)

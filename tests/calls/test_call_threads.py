@@ -64,7 +64,7 @@ def spin(seconds: float) -> None:
 
 @pytest.mark.long
 def test_large_messages_both_ways_at_once(pair: InProcessCluster) -> None:
-    """Neither side can write everything before it reads."""
+    """The messages are so large that neither side can write everything before it reads."""
     x = torch.randn(4_000_000)
     futures = [pair[i % 2].rpc_async(f"worker{1 - i % 2}", identity, args=(x,)) for i in range(8)]
     for future in futures:

@@ -149,7 +149,7 @@ def change_weights() -> None:
 
 
 def test_a_result_keeps_its_value_from_the_function_s_return(pair: InProcessCluster) -> None:
-    """Even if the next request, which changes the tensor in place, has already arrived."""
+    """The next request, which changes the tensor in place, may have arrived already."""
     for _ in range(40):
         before = int(_weights[0])
         first = pair[0].rpc_async("worker1", get_weights)

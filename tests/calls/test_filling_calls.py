@@ -183,7 +183,7 @@ def count_waits(worker: Worker) -> list[float | None]:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_peer_is_not_to_blame_for_a_device(device: Device, slow: int) -> None:
-    """It takes nothing, and says nothing, for longer than it may."""
+    """The peer takes nothing, and says nothing, for longer than it may."""
     with InProcessCluster(2, sockets=True, options=RpcOptions(unresponsive_after=None)) as workers:
         workers[0].rpc_sync("worker1", identity, (1,))
         waits = count_waits(workers[slow])

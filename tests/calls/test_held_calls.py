@@ -73,7 +73,7 @@ def test_5000_calls_run_although_no_thread_waits(pair: InProcessCluster, name: s
 
 @pytest.mark.parametrize("count", range(1, 19))
 def test_the_last_held_calls_leave_at_a_tick(busy: InProcessCluster, name: str, gate: str, count: int) -> None:
-    """Even if there are too few calls to be sent at once."""
+    """The tick sends calls that are too few to be sent at once."""
     for i in range(count):
         busy[0].rpc_async("worker1", note, args=(name, i, count))
     assert over[name].wait(PATIENCE)
@@ -208,7 +208,7 @@ def test_a_peer_that_dies_while_calls_are_held(
 def test_a_call_that_comes_when_the_peer_has_just_been_lost(
     pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot is opened after all others have failed, and before the channel is closed. It must fail too."""
+    """The call opens its slot after all others have failed, and before the channel is closed. It must fail too."""
     assert pair[0].rpc_sync("worker1", who) == "worker1"
     line = route(pair[0])
     channel = line.channel

@@ -287,7 +287,7 @@ def exposed_meet(name: str, seconds: float) -> bool:
 
 
 def test_calls_of_a_peer_that_does_not_read_run_one_at_a_time() -> None:
-    """Otherwise the results of all that it may have under way would be in memory at the same time."""
+    """If the calls ran side by side, the results of all of them would be in memory at the same time."""
     with slow_cluster(2, None, trust="federation") as workers:
         caller = workers[0]
         meetings["reading"], meetings["not reading"] = threading.Barrier(2), threading.Barrier(2)

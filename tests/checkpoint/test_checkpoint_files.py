@@ -304,7 +304,7 @@ def test_a_file_system_that_does_not_sync_directories() -> None:
 
 
 def test_a_copy_is_a_checkpoint_too(tmp_path: Path) -> None:
-    """Also a read-only checkpoint can be read."""
+    """The copy may be read-only."""
     checkpoint.save({"epoch": 1}, tmp_path / "one")
     subprocess.run(["cp", "-r", tmp_path / "one", tmp_path / "two"], check=True)
     (tmp_path / "two" / "lock").unlink()

@@ -108,7 +108,7 @@ def test_a_file_that_neither_worker_nor_caller_sees(apart: Crew, tmp_path: Path)
 
 
 def test_a_file_that_is_damaged_where_it_is_seen(apart: Crew, tmp_path: Path) -> None:
-    """Then the worker's own file is not replaced by another: the two should be the same."""
+    """The worker's own file is not replaced by the caller's, because the two should be the same."""
     apart[0].run(train_and_save, 1, True)
     shutil.copytree(tmp_path / "0" / "checkpoint", tmp_path / "2" / "checkpoint")
     (data,) = (tmp_path / "2" / "checkpoint").glob("data-*")

@@ -19,7 +19,7 @@ from backhaul.testing import InProcessCluster
 
 
 class Outer(nn.Module):
-    """Its own parameters, and modules before and after them that may live elsewhere."""
+    """A module with parameters of its own, between modules that may live elsewhere."""
 
     def __init__(self, *inner: nn.Module | None) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Counting(nn.Module):
 
 
 class Versioned(nn.Module):
-    """Its parameter had the opposite sign in version 1."""
+    """A module whose parameter had the opposite sign in version 1."""
 
     _version = 2
 

@@ -324,7 +324,7 @@ def hooked(inputs: int, outputs: int) -> nn.Module:
 
 
 def test_a_module_that_fails_to_load(three: InProcessCluster, tmp_path: Path) -> None:
-    """This cannot be known before. The error says which workers have loaded and which have not."""
+    """No check before the load can find this failure. The error says which workers have loaded and which have not."""
     saved = nn.ModuleList([RemoteModule("worker1", nn.Linear, (2, 2)), RemoteModule("worker2", nn.Linear, (2, 2))])
     checkpoint.save({"model": saved}, tmp_path)
     into = nn.ModuleList([RemoteModule("worker1", nn.Linear, (2, 2)), RemoteModule("worker2", hooked, (2, 2))])

@@ -117,7 +117,7 @@ def test_tensors_that_were_read_do_not_depend_on_the_files(tmp_path: Path) -> No
 
 
 def test_the_rate_that_the_scheduler_has_just_set_is_saved(tmp_path: Path) -> None:
-    """Even though no step has told the workers yet."""
+    """The workers do not know that rate yet, because no step has told them."""
     with InProcessCluster(3) as workers, workers[0].as_current():
         run = Run(SPREAD).step(1)
         run.optimizer.param_groups[1]["lr"] = 0.125

@@ -249,7 +249,7 @@ def test_workers_train_in_a_train_job_without_torchrun(tmp_path: Path) -> None:
 
 @needs_root
 def test_workers_train_in_a_pytorch_job_without_a_number_of_processes(tmp_path: Path) -> None:
-    """Its default is "auto", which the operator passes on for torchrun, and counts as one."""
+    """The default number is "auto", which the operator passes on for torchrun, and counts as one."""
     (job,) = load("pytorchjob.yaml")
     del job["spec"]["nprocPerNode"]
     train(pods_of([job]), 2, tmp_path)

@@ -236,7 +236,7 @@ esac
 
 
 def test_kubernetes(hosts: list[Host], tmp_path: Path, environment: dict[str, str]) -> None:
-    """There is no cluster here: `test_manifests` runs the manifests. These commands are only checked."""
+    """The commands are only checked, because there is no cluster here. `test_manifests` runs the manifests."""
     desk = tmp_path / "desk"
     desk.mkdir()
     (desk / "deploy").symlink_to(ROOT / "deploy")

@@ -11,7 +11,7 @@ import torch
 from sharing import share_device_memory
 
 from backhaul import rpc
-from backhaul.devices import segments
+from backhaul.devices import pages
 from backhaul.errors import UnsendableError
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster
@@ -149,7 +149,7 @@ def test_the_cpu_may_be_mapped_to_a_gpu() -> None:
 def join(rank: int, init_method: str, sees_the_gpu: bool) -> None:
     """Join a group of two. A process that does not see the GPU of its peer has another one; here it only says so."""
     if not sees_the_gpu:
-        segments.uuid_of = lambda device: "another"
+        pages.uuid_of = lambda device: "another"
     options = RpcOptions(init_method=init_method, device_maps="same")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
 

@@ -33,7 +33,7 @@ def workers(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
 
 
 class Checkpointed(nn.Sequential):
-    """Its activations are computed again in the backward pass."""
+    """A layer whose activations are computed again in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = recompute(super().forward, x, use_reentrant=False)

@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from backhaul.devices import segments
+from backhaul.devices import pages
 from backhaul.devices.memory import SharedMemory
 from backhaul.devices.segments import DeviceBorrowing, DeviceLending, Placed
 from crew import Crew, Hand
@@ -54,7 +54,7 @@ class _Events:
 
 def segment(id: int, events: object = None) -> Any:
     """A segment at its sender."""
-    made: Any = segments._Segment.__new__(segments._Segment)
+    made: Any = pages.Segment.__new__(pages.Segment)
     made.id, made.device, made.size, made.used_at, made.events = id, 0, 100, 0.0, events
     made.memory = SimpleNamespace(size=made.size)
     made._start_page((b"", b""), "GPU-elsewhere", b"x" * 16)

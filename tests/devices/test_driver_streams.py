@@ -75,7 +75,7 @@ def expected(device: int, stream: int) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("current", [0, 1, 2])
 @pytest.mark.parametrize("device", [0, 1, 2])
 def test_a_default_stream_is_that_of_its_device(cuda: FakeCuda, device: int, current: int) -> None:
-    """Whichever device is current. With another one, the work would have no order with that of the stream."""
+    """This holds whichever device is current. Work on another device's stream would have no order with this one's."""
     cuda.device = current
     enqueue_all(~device)
     assert cuda.done == expected(device, 0)

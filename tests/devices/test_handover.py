@@ -132,7 +132,7 @@ def test_a_thread_keeps_the_streams_of_the_worker_after_its_first_request(stream
 def test_a_thread_that_was_interrupted_gets_its_streams_back(
     streams: Streams, requests_before: int, chosen: Sequence[int]
 ) -> None:
-    """Also if it was interrupted before its first request, as in the callback of a future."""
+    """The interruption may come before its first request, as in the callback of a future."""
     for _ in range(requests_before):
         streams.leave(streams.enter())
     streams._driver.make_current([streams._driver.new_stream(device) for device in chosen])

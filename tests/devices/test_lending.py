@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from backhaul.devices import segments
+from backhaul.devices import pages, segments
 from backhaul.devices.driver import DriverError
 from backhaul.devices.segments import DeviceLending, Placed
 
@@ -41,9 +41,9 @@ class _Memory:
 
 
 def segment(id: int = 1, size: int = 100) -> Any:
-    made: Any = segments._Segment.__new__(segments._Segment)
+    made: Any = pages.Segment.__new__(pages.Segment)
     made.id, made.device, made.size, made.used_at = id, 0, size, 0.0
-    made.page = mmap.mmap(-1, segments.PAGE)
+    made.page = mmap.mmap(-1, pages.PAGE)
     made.descriptors = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
     made.outgoing = _Outgoing()
     made.memory = made  # for its size
@@ -91,7 +91,7 @@ def test_a_copy_that_fails_costs_its_segment_only(lending: DeviceLending) -> Non
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_descriptors_are_closed_once(monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
-    """Also if two threads give the segment up, or one takes the descriptors for a message at that moment."""
+    """Two threads may give the segment up, or one may take the descriptors for a message at that moment."""
     made = segment()
     closed: list[int] = []
     close = os.close
@@ -107,7 +107,7 @@ def test_descriptors_are_closed_once(monkeypatch: pytest.MonkeyPatch, taken: boo
                 made.forget()
 
     expected = sorted(made.descriptors)
-    monkeypatch.setattr(segments.os, "close", close_after_another_thread)
+    monkeypatch.setattr(pages.os, "close", close_after_another_thread)
     made.forget()
     monkeypatch.undo()
     assert sorted(closed) == expected

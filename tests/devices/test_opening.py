@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from backhaul.devices import segments
+from backhaul.devices import pages
 from backhaul.devices.driver import DriverError
 from backhaul.errors import BackhaulError
 
@@ -71,17 +71,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device", made.on)
     monkeypatch.setattr(torch.cuda.Event, "from_ipc_handle", made.open_event, raising=False)
-    monkeypatch.setattr(segments, "uuid_of", lambda device: f"GPU-{device}")
-    monkeypatch.setattr(segments, "SharedMemory", made.open_memory)
+    monkeypatch.setattr(pages, "uuid_of", lambda device: f"GPU-{device}")
+    monkeypatch.setattr(pages, "SharedMemory", made.open_memory)
     return made
 
 
-def opened(uuid: str) -> tuple[segments._Opened, int]:
+def opened(uuid: str) -> tuple[pages.Opened, int]:
     """A segment at its receiver, and the descriptor of its memory."""
-    page, mapped = segments._new_page(SIZE, (b"f", b"d"), uuid, 1, b"x" * 16)
+    page, mapped = pages.new_page(SIZE, (b"f", b"d"), uuid, 1, b"x" * 16)
     os.close(page)
     memory = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    return segments._Opened(mapped, memory), memory
+    return pages.Opened(mapped, memory), memory
 
 
 def is_closed(descriptor: int) -> bool:
@@ -96,7 +96,7 @@ def is_closed(descriptor: int) -> bool:
 def test_the_context_is_current_when_memory_is_opened(cuda: Cuda, device: int) -> None:
     segment, memory = opened(f"GPU-{device}")
     segment.try_to_open()
-    assert segment.page[3] == segments._OPENED
+    assert segment.page[3] == pages.OPENED
     assert cuda.calls == ["event", "event", "memory"]
     assert (cuda.device, cuda.context) == (0, None)
     assert is_closed(memory)
@@ -107,7 +107,7 @@ def test_a_step_that_fails(cuda: Cuda, step: str) -> None:
     cuda.failing = step
     segment, memory = opened("GPU-1" if step in ("event", "memory") else "GPU-5")
     segment.try_to_open()
-    assert segment.page[3] == segments._FAILED
+    assert segment.page[3] == pages.FAILED
     reason = segment.page[258 : 258 + segment.page[256]].decode()
     invisible = "the GPU GPU-5 is not visible to this process"
     assert reason == (f"{step} failed: CUDA_ERROR_OPERATING_SYSTEM" if cuda.calls else invisible)

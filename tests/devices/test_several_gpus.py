@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from backhaul.devices import segments
+from backhaul.devices import pages
 from backhaul.devices.discipline import Incoming
 
 SEGMENT, FILLED, DRAINED = 1000, 1, 2  # all of GPU 0
@@ -61,15 +61,15 @@ class Tensor:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     made = Cuda()
-    monkeypatch.setattr(segments, "driver", made)
-    monkeypatch.setattr(segments, "_empty_on", lambda device, size: Tensor(made, device))
-    monkeypatch.setattr(segments, "_bytes_of", lambda tensor, size: tensor)
+    monkeypatch.setattr(pages, "driver", made)
+    monkeypatch.setattr(pages, "_empty_on", lambda device, size: Tensor(made, device))
+    monkeypatch.setattr(pages, "_bytes_of", lambda tensor, size: tensor)
     return made
 
 
 @pytest.mark.parametrize("target", [-1, 0, 1])
 def test_data_goes_from_the_gpu_of_its_segment_to_any_device(cuda: Cuda, target: int) -> None:
-    opened: Any = segments._Opened.__new__(segments._Opened)
+    opened: Any = pages.Opened.__new__(pages.Opened)
     opened._descriptor, opened._device = None, 0
     opened._incoming = Incoming(cuda, SEGMENT, FILLED, DRAINED)
     opened.drain(Tensor(cuda, target), 100)
@@ -79,9 +79,9 @@ def test_data_goes_from_the_gpu_of_its_segment_to_any_device(cuda: Cuda, target:
 
 def test_the_bytes_of_a_tensor() -> None:
     tensor = torch.zeros(3, 4, dtype=torch.int32).t()
-    segments._bytes_of(tensor, tensor.nbytes).copy_(torch.arange(48, dtype=torch.uint8))
+    pages._bytes_of(tensor, tensor.nbytes).copy_(torch.arange(48, dtype=torch.uint8))
     expected = torch.arange(48, dtype=torch.uint8).view(torch.int32)
     assert torch.equal(tensor.t().flatten(), expected)
     scalar = torch.tensor(1.5, dtype=torch.bfloat16)
-    segments._bytes_of(scalar, 2).copy_(torch.zeros(2, dtype=torch.uint8))
+    pages._bytes_of(scalar, 2).copy_(torch.zeros(2, dtype=torch.uint8))
     assert scalar.item() == 0

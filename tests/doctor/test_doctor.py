@@ -442,7 +442,7 @@ def test_no_shared_memory(doctor: Doctor, limit: Callable[[int, int], None]) -> 
 
 
 def test_torch_comes_last(tmp_path: Path) -> None:
-    """Whatever is wrong with torch, the rest is reported before, without waiting for torch."""
+    """The rest is reported before, without waiting for torch, whatever is wrong with torch."""
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: wrong ELF class')")
     done = subprocess.run(
         [sys.executable, "-m", "backhaul", "doctor"],
@@ -552,7 +552,7 @@ def test_the_program_may_say_where_the_group_meets(
 
 
 def test_a_batch_script_is_no_worker(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may run the doctor for its machine, so that is only worth a note."""
+    """A batch script may run the doctor for its machine, so the doctor only adds a note."""
     for variable, text in {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}.items():
         monkeypatch.setenv(variable, text)
     found = doctor()

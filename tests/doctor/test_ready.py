@@ -65,7 +65,7 @@ def test_a_worker_that_listens_but_does_not_greet_is_not_ready(
 def test_a_worker_whose_queue_is_full_has_time_to_answer(
     capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be starting, or serve many newcomers. A connection to it fails at once, instead of waiting."""
+    """The worker may be starting, or serve many newcomers. A connection to it fails at once, instead of waiting."""
     monkeypatch.setattr(ready, "PATIENCE", 0.1)
     directory = here / "backhaul-x"
     directory.mkdir(mode=0o700)

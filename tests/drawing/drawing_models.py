@@ -30,7 +30,7 @@ class Encoder(nn.Module):
 
 
 class Stops(torch.autograd.Function):
-    """Its backward waits until the test releases it, and may fail."""
+    """A Function whose backward waits until the test releases it, and may fail."""
 
     go_on = threading.Event()
     error: Exception | None = None

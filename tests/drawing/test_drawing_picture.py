@@ -315,7 +315,7 @@ def test_arrows_join_their_boxes_and_cross_no_other(seed: int) -> None:
     ],
 )
 def test_texts_are_within_their_boxes(words: str, weight: str) -> None:
-    """Even in DejaVu Sans, which is wider than the usual fonts for Helvetica."""
+    """Checked with DejaVu Sans, which is wider than the usual fonts for Helvetica."""
     fonts = pytest.importorskip("matplotlib.font_manager")
     from matplotlib.textpath import TextPath
 

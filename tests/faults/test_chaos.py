@@ -73,7 +73,7 @@ def test_training_under_chaos(many: str) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_program_makes_the_same_steps_each_time(many: str) -> None:
-    """Also in another process, after other programs: the turns of threads, their times, and the order of messages."""
+    """Another process, after other programs, has the same turns of threads, times, and order of messages."""
     before = digests(many)
     first = max(0, _SEEDS - _AGAIN)
     status, text = chaos(str(first), str(_SEEDS - first), "--jobs", "1", "--digests")

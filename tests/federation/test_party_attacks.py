@@ -244,7 +244,7 @@ def test_a_party_itself_cannot_be_made_by_peers() -> None:
 
 
 def test_a_gradient_is_used_once() -> None:
-    """Otherwise a peer could make a thousand steps with one backward pass."""
+    """If gradients could be used again, a peer could make a thousand steps with one backward pass."""
     with federation(), dist_autograd.context() as context_id:
         shop = RemoteModule("worker1", Shop)
         dist_autograd.backward(context_id, [shop(0).sum()])

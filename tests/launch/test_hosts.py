@@ -160,7 +160,7 @@ def test_a_host_that_answers_again_is_reported_again_when_it_falls_silent() -> N
 
 
 def test_the_steward_s_lease_ends_before_the_launcher_counts_it_as_over() -> None:
-    """This holds for any delay of the network."""
+    """The network may delay questions and answers as it likes."""
     lease, grants = Lease(6.0, now=99.0), Grants(6.0, now=99.5)
     question = lease.ask(100.0)
     assert question == 1

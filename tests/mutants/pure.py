@@ -58,19 +58,19 @@ MODULES: dict[str, tuple[str, ...]] = {
     "wire/trees.py": _of_wire("trees", "values", "packed_calls", "unsendable_values", "built", "subclass_values"),
 }
 
-_ONLY_COST = "only when the heap is rebuilt, which is a matter of cost"
-_ONLY_SPEED = "the result is the same, and comes sooner or later"
-_ONLY_CHANGES = "only whether it has changed matters"
+_ONLY_COST = "it only decides when the heap is rebuilt, which is a matter of cost"
+_ONLY_SPEED = "the result is the same; only its time differs"
+_ONLY_CHANGES = "only whether the counter has changed matters"
 
 EXCUSES: dict[tuple[str, str], str] = {
     ("agent/link_state.py", "LinkState.heard: 1 -> 2"): _ONLY_CHANGES,
-    ("agent/outbox.py", "Outbox.add: 1 -> 2"): "numbers are only compared",
+    ("agent/outbox.py", "Outbox.add: 1 -> 2"): "only the order of the numbers matters",
     (
         "agent/outbox.py",
         "Outbox.add: departure.passes and departure.calls and any(map(_may_be_followed, (self.under_way, *self._rest)))"
         " -> ((departure.calls) and (any(map(_may_be_followed, (self.under_way, *self._rest)))))",
-    ): "what does not pass anyway is told once more not to",
-    ("agent/outbox.py", "Outbox.next: each.number < number -> (each.number <= number)"): "no two have one number",
+    ): "a frame that may not pass is marked as such once more",
+    ("agent/outbox.py", "Outbox.next: each.number < number -> (each.number <= number)"): "all numbers differ",
     ("agent/pending.py", "Pending.open: 64 -> 65"): _ONLY_COST,
     ("agent/pending.py", "Pending.open: 2 -> 3"): _ONLY_COST,
     (
@@ -82,41 +82,48 @@ EXCUSES: dict[tuple[str, str], str] = {
         "Pending.open: len(self._deadlines) > 2 * len(self._slots) + 64"
         " -> (len(self._deadlines) >= 2 * len(self._slots) + 64)",
     ): _ONLY_COST,
-    ("agent/role.py", "Role.take: 1 -> 2"): "tokens need only differ",
+    ("agent/role.py", "Role.take: 1 -> 2"): "tokens only have to differ",
     ("autograd/graph.py", "as_one: len(seen) > SMALL -> (len(seen) >= SMALL)"): _ONLY_SPEED,
+    ("autograd/graph.py", "as_one: size > SMALL -> (size >= SMALL)"): _ONLY_SPEED,
+    (
+        "autograd/schedule.py",
+        "Schedule.arrive: len(sources) > 1 and self._sources.keys() == set(sources)"
+        " -> ((self._sources.keys() == set(sources)))",
+    ): _ONLY_SPEED,
     (
         "autograd/graph.py",
         "_wants_one_sum: look and node_hooks.on(node) -> ((look))",
     ): "more sources than necessary are run together",
-    ("autograd/completion.py", "Ledger.report: True -> False"): "both have two parts",
+    ("autograd/completion.py", "Ledger.report: True -> False"): "both tuples have two items",
     (
         "devices/handover.py",
         "Streams._wait_on: return -> pass",
-    ): "without others it enqueues nothing, and notes the same",
+    ): "without other streams, the rest enqueues nothing and notes the same",
     ("devices/handover.py", "Streams.begin: self._own or self._make() -> ((self._make()))"): _ONLY_SPEED,
     ("devices/handover.py", "Streams.enter: self._own or self._make() -> ((self._make()))"): _ONLY_SPEED,
     (
         "launch/lease.py",
         "Lease.granted: each > number -> (each >= number)",
     ): "the question stays until the next answer, and a repeated answer to it changes nothing",
-    ("environments/nodelists.py", "_short: 200 -> 201"): "the length of a text in an error",
+    ("environments/nodelists.py", "_short: 200 -> 201"): "it is the length of a text in an error",
     (
         "trust/exposure.py",
         "Table._add: dataclasses.is_dataclass(obj) or is_named_tuple(obj) -> ((dataclasses.is_dataclass(obj)))",
-    ): "the checks of the class are made with its first instance instead",
-    ("trust/permissions.py", ": 300 -> 301"): "the length of a text",
-    ("trust/permissions.py", "Stamps.__init__: 32 -> 33"): "long enough, too",
+    ): "the first instance makes the checks of the class instead",
+    ("trust/permissions.py", ": 300 -> 301"): "it is the length of a text in the log",
+    ("trust/permissions.py", "Stamps.__init__: 32 -> 33"): "a key of 33 bytes serves as well",
     ("trust/permissions.py", "_Lines.__init__: 0 -> 1"): "the first line sets it",
     ("trust/permissions.py", "_Lines.__init__: 0.0 -> 1.0"): "the first line sets it",
-    ("trust/permissions.py", ": 1e9 -> 1000000001.0"): "an estimate",
+    ("trust/permissions.py", ": 1e9 -> 1000000001.0"): "the value is an estimate",
     (
         "wire/decoder.py",
         "Decoder.next: self._large is not None and (envelope := self._next_large()) is not None"
         " -> (((envelope := self._next_large()) is not None))",
-    ): "without a large frame there is none to go on with",
+    ): "`_next_large` itself returns None without a large frame",
     ("wire/frames.py", ": 128 -> 129"): _ONLY_SPEED,
     ("wire/frames.py", ": 1024 -> 1025"): _ONLY_SPEED,
-    ("wire/payload.py", ": 512 -> 513"): "the size of scratch memory",
+    ("wire/payload.py", ": 512 -> 513"): "it is the size of scratch memory",
+    ("wire/trees.py", "Unpacking.lift: 0 <= index < len(tensors) -> (0 < index < len(tensors))"): _ONLY_SPEED,
     ("wire/lanes.py", ": 256 -> 257"): _ONLY_SPEED,
     ("wire/lanes.py", ": 4 * 1024 -> ((4) + (1024))"): _ONLY_SPEED,
     ("wire/lanes.py", "Pace.took: seconds < SHORT -> (seconds <= SHORT)"): _ONLY_SPEED,

@@ -92,7 +92,7 @@ def test_an_argument_that_cannot_be_sent() -> None:
 
 @pytest.mark.usefixtures("three_with_nothing_left")
 def test_an_error_waits_for_the_calls_under_way() -> None:
-    """So a second try does not overlap with the rest of the first."""
+    """A second try then does not overlap with the rest of the first."""
     pipeline = Pipeline([RemoteModule("worker1", Hangs, ("slow", 1)), RemoteModule("worker2", Breaks, ("x", 0))], 3)
     Hangs.go_on.clear()
     future = rpc.rpc_async("worker2", run_numbered, args=(pipeline, 3))

@@ -133,7 +133,7 @@ def test_hooks_that_are_always_called() -> None:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_backward_hooks(needs_grad: bool) -> None:
-    """They run once in a pass, with the gradients of one process, even if no input requires grad."""
+    """Backward hooks run once in a pass, with the gradients of one process, even if no input requires grad."""
     m, local = twins(1, "worker1", linear)
     hook = partial(backward if needs_grad else backward_without_input, "backward")
     for model in (m, local):

@@ -127,7 +127,7 @@ def test_the_parameters_of_a_mixed_model() -> None:
 
 
 def test_shared_parameters_come_once() -> None:
-    """They are shared by modules, by two RemoteModules of one module, or by different modules of one worker."""
+    """Parameters are shared by modules, by two RemoteModules of one module, or by different modules of one worker."""
     local = linear()
     tied = linear()
     tied.weight = local.weight
@@ -180,7 +180,7 @@ def without_inner(module: Wrapper, inner: nn.Module) -> Wrapper:
 
 
 def test_the_workers_are_asked_at_once(three: InProcessCluster) -> None:
-    """There is one call for each remote module, and all are sent before the first wait."""
+    """Each remote module takes one call, and all calls are sent before the first wait."""
     parts = [RemoteModule(f"worker{1 + i}", Meets) for i in range(2)]
     for part in parts:
         ask(part, meet)

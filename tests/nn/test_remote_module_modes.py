@@ -108,7 +108,7 @@ CONVERSIONS: dict[str, Any] = {
 @through_parent
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS.keys())
 def test_conversions(convert: Any, through_parent: bool) -> None:
-    """They convert parameters, buffers and gradients. ``type`` converts integers too."""
+    """Conversions change parameters, buffers and gradients. ``type`` converts integers too."""
     m, local = twins(1, "worker1", Net)
     ask(m, set_grads)
     set_grads(local)

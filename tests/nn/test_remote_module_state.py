@@ -31,7 +31,7 @@ class Outer(nn.Module):
 
 
 class Versioned(nn.Module):
-    """Its parameter had another name in version 1."""
+    """A module whose parameter had another name in version 1."""
 
     _version = 2
 
@@ -245,7 +245,7 @@ def test_mismatched_states_fail_as_in_one_process(
 
 @pytest.mark.parametrize("metadata", [True, False])
 def test_num_batches_tracked_may_be_missing_from_an_old_state_only(pair: Callable[..., Pair], metadata: bool) -> None:
-    """So the versions of all modules must travel with the state."""
+    """To tell old states from new ones, the versions of all modules travel with the state."""
     m, _ = pair(Net, 1)
     _, source = pair(Net, 2)
     state: dict[str, Any] = source.state_dict()
@@ -346,7 +346,7 @@ def test_hooks_of_the_module(pair: Callable[..., Pair]) -> None:
 
 
 def test_hooks_of_the_remote_module_itself() -> None:
-    """They run in this process, like those of any local module."""
+    """The hooks run in this process, like those of any local module."""
     m, _ = twins(1, "worker1", linear)
     calls: list[str] = []
 

@@ -166,7 +166,7 @@ def test_options_that_the_optimizer_changes_itself_are_seen_and_not_overwritten(
 
 
 def test_state_that_belongs_to_no_parameter(workers: InProcessCluster) -> None:
-    """It is sent to all workers, and read back from one of them."""
+    """Such state is sent to all workers, and read back from one of them."""
     twins = dense_twins()
     optimizer, reference = DistributedOptimizer(SignedMomentum, twins.rrefs), SignedMomentum(twins.parameters)
     twins.train(optimizer, reference, dense_inputs(3))

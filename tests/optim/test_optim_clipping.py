@@ -44,7 +44,7 @@ def context_gradients(twins: Twins, context_id: int) -> list[Tensor | None]:
 @pytest.mark.parametrize("norm_type", [1, 2.0, 3, 0.5, math.inf, "inf"])
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_gradients_of_a_context(workers: InProcessCluster, norm_type: Any, factor: float, as_optimizer: bool) -> None:
-    """Also if the norm is small enough already."""
+    """Some norms are small enough already."""
     twins = dense_twins()
     x = dense_inputs(1)[0]
     twins.backward_alone(x)
@@ -101,7 +101,7 @@ def clip(twins: Twins, x: Tensor, limit: float, norm_type: float) -> Tensor:
 
 
 def test_gradients_that_others_look_at_are_not_changed(workers: InProcessCluster) -> None:
-    """They were read from the context before."""
+    """The gradients were read from the context before they are clipped."""
     twins = dense_twins()
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [twins.loss(dense_inputs(1)[0])])
@@ -115,7 +115,7 @@ def test_gradients_that_others_look_at_are_not_changed(workers: InProcessCluster
 
 
 def test_parameters_without_a_gradient(workers: InProcessCluster) -> None:
-    """They do not count, even if a whole worker has no gradients."""
+    """Such parameters do not count, even if a whole worker has no gradients."""
     twins = dense_twins()
     x = torch.randn(3, 6)
     with dist_autograd.context() as context_id:
@@ -180,7 +180,7 @@ def test_gradients_that_are_not_finite(workers: InProcessCluster, bad: float, no
     ],
 )
 def test_several_types_of_numbers(workers: InProcessCluster, dtypes: list[torch.dtype]) -> None:
-    """Their norms are added in torch's order, which groups them by type."""
+    """The norms are added in torch's order, which groups them by type."""
     places = [(f"worker{rank % 3}", linear_as, (4, 4, dtype)) for rank, dtype in enumerate(dtypes)]
     twins = Twins(places)
     for seed in range(20):  # the order shows in some of them

@@ -157,7 +157,7 @@ def test_a_class_that_cannot_be_found_there(workers: InProcessCluster) -> None:
 
 
 def test_a_group_is_taken_back_though_a_worker_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    """It is taken back where possible, and the log names the lost worker."""
+    """The group is taken back where possible, and the log names the lost worker."""
     with InProcessCluster(3) as workers, workers[0].as_current():
         twins = dense_twins()
         optimizer = DistributedOptimizer(torch.optim.SGD, [twins.rrefs[0], twins.rrefs[2], twins.rrefs[4]], lr=0.1)
@@ -254,7 +254,7 @@ def make_and_tell() -> tuple[tuple[str, ...], list[str]]:
 
 
 def test_workers_that_are_killed() -> None:
-    """They are killed while they step, and while an optimizer is made on them."""
+    """Workers are killed while they step, and while an optimizer is made on them."""
     with Crew(3) as crew:
         assert crew[0].run(train_between_processes) == 3
         text, done, errors = crew[0].run(step_and_tell)

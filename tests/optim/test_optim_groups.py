@@ -163,7 +163,7 @@ def test_a_group_without_parameters(workers: InProcessCluster) -> None:
 
 
 def test_a_group_that_is_added(workers: InProcessCluster) -> None:
-    """Also on a worker that had no parameters of this optimizer before."""
+    """The worker of the group may have had no parameters of this optimizer before."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.Adam, twins.rrefs[:4], lr=0.1, amsgrad=True)
     reference = torch.optim.Adam(twins.parameters[:4], lr=0.1, amsgrad=True)

@@ -81,7 +81,7 @@ def assert_same_scalers(mine: GradScaler, its: torch.amp.GradScaler) -> None:
 @pytest.mark.parametrize("with_context", [True, False])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_infinite_gradients_on_one_worker(workers: InProcessCluster, rank: int, with_context: bool, bad: float) -> None:
-    """They skip the step on all workers, and the scale changes as in one process."""
+    """All workers skip the step, and the scale changes as in one process."""
     twins = moody_twins(rank)
     optimizer, reference = both(twins, lr=0.1)
     mine, its = GradScaler(**SETTINGS), torch.amp.GradScaler("cpu", **SETTINGS)

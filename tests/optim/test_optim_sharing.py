@@ -80,7 +80,7 @@ def trainers(workers: InProcessCluster, count: int, work: Callable[[int], None])
 
 
 class Meeting(torch.optim.SGD):
-    """Its step waits for another optimizer's step to get this far, for a limited time, and notes whether it did."""
+    """An optimizer whose step waits a limited time for another one's step to get as far, and notes whether it did."""
 
     def __init__(self, params: Any, name: str, seconds: float) -> None:
         super().__init__(params, lr=1.0)
@@ -132,7 +132,7 @@ def test_steps_on_common_parameters_take_turns(workers: InProcessCluster) -> Non
 
 
 class Folding(torch.optim.Optimizer):
-    """Its steps do not commute, so the result shows their order."""
+    """An optimizer whose steps do not commute, so the result shows their order."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})

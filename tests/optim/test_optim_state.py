@@ -139,7 +139,7 @@ def test_a_state_dict_is_a_copy(workers: InProcessCluster) -> None:
 
 
 def test_entries_that_were_changed_and_not_sent(workers: InProcessCluster) -> None:
-    """They are in the state dict. Loading a state dict discards them."""
+    """Such entries are in the state dict. Loading a state dict discards them."""
     twins, optimizer, reference = trained(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     before = optimizer.state_dict()
     for each in (optimizer, reference):

@@ -36,7 +36,7 @@ def backward(twins: Twins, context_id: int, x: Tensor, **options: Any) -> None:
 
 
 def test_grad_is_as_before_after_a_step_with_a_context(workers: InProcessCluster) -> None:
-    """Also where it was None."""
+    """A ``.grad`` that was None is None again."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
     before = [None if place % 3 == 0 else torch.full_like(p, place) for place, p in enumerate(twins.parameters)]
@@ -213,7 +213,7 @@ def test_gradients_that_are_accumulated_over_contexts(workers: InProcessCluster,
 
 
 def test_accumulated_gradients_are_those_of_one_large_batch(workers: InProcessCluster) -> None:
-    """They are equal up to the order of the sum: nearly in double precision, and to the last bit for whole numbers."""
+    """The sums differ only in their order: in double precision they are nearly equal, and for whole numbers equal."""
     twins = Twins([("worker1", linear_of_doubles, (4, 3)), ("worker2", linear_of_doubles, (3, 2))], seed=3)
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
     inputs = [x.double() for x in dense_inputs(4)]

@@ -17,7 +17,7 @@ def test_the_shortest_round_trip_gives_the_offset() -> None:
 
 
 def test_the_offset_is_right_to_within_the_error() -> None:
-    """This holds however the two directions differ."""
+    """The two directions may take different times."""
     chance = random.Random(1)
     for _ in range(200):
         offset = chance.randrange(-(10**9), 10**9)

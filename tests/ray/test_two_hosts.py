@@ -99,7 +99,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.timeout(600)
 def test_tls_between_hosts(network: None, shared: Path, tmp_path: Path) -> None:
-    """Also the death of a process that only Ray sees, and a host that is cut off."""
+    """The program also has a death of a process that only Ray sees, and a host that is cut off."""
     directories = {host: tmp_path / host for host in (FIRST, SECOND)}
     for directory in directories.values():
         directory.mkdir()

@@ -210,7 +210,7 @@ class Simulation(World):
             self.network.break_(connection)
 
     def is_stale(self, queue: Queue) -> bool:
-        """It belongs to a broken connection that both ends, alive, have given up."""
+        """Whether the queue belongs to a broken connection that both ends, alive, have given up."""
         connection = queue.connection
         return connection.noticed == set(connection.ends) and all(self.workers[end].alive for end in connection.ends)
 

@@ -43,7 +43,7 @@ def test_a_late_answer_to_an_earlier_batch_changes_nothing() -> None:
 
 
 def test_a_batch_has_at_most_10_000_notices() -> None:
-    """Otherwise it might not fit into a message."""
+    """A batch with more notices might not fit into a message."""
     box = Outbox()
     for number in range(25_000):
         box.add(Release(RefId(0, 1, number)))

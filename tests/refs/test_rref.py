@@ -308,7 +308,7 @@ def test_timeouts(workers: InProcessCluster, gate: str) -> None:
 
 
 def test_a_reference_that_is_dropped_on_an_idle_worker_wakes_its_watch(workers: InProcessCluster) -> None:
-    """Otherwise the watch thread might look only seconds later."""
+    """Without being woken, the watch thread might look only seconds later."""
     rref = rpc.remote("worker1", Account, args=(1,))
     rref.to_here()
     wait_until(lambda: workers[0].agent.watch.asleep)

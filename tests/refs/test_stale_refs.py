@@ -71,7 +71,7 @@ def use(rref: RRef[Any]) -> str:
 
 
 def test_a_reference_that_comes_late(group: MortalGroup) -> None:
-    """Its owner is replaced while the message with it is on its way to a worker that knows the successor already."""
+    """The owner is replaced while the reference is on its way to a worker that knows the successor already."""
     with group.workers[2].as_current():
         rref = rpc.remote("worker1", make)
         assert rref.to_here() == "value"

@@ -133,7 +133,7 @@ def colliding_keys(intruder: Intruder) -> None:
 
 
 def unconfirmed_shares(intruder: Intruder) -> None:
-    """Its own references, sent again and again and never confirmed by their owner; and recalls of all of them."""
+    """The attacker's own references, sent again and again and never confirmed by it; and recalls of all of them."""
     ref = RefId(INTRUDER, INTRUDER, 1)
 
     def attack(line: Mallory) -> None:

@@ -180,7 +180,7 @@ def test_functions_that_are_not_exposed(mallory: Mallory, federation: Besieged) 
 
 
 def test_an_exposed_function_is_not_refused(mallory: Mallory) -> None:
-    """Otherwise the tests of refusals would prove nothing."""
+    """This shows that the refusals in the other tests have a reason."""
     assert mallory.call("exposed:double", 21).tree == 42
     assert mallory.call("torch:neg", [TENSOR, 0], tensors=[torch.ones(2)]).tree == [TENSOR, 0]
 

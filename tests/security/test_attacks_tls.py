@@ -63,7 +63,7 @@ def refusal(besieged: Besieged, context: ssl.SSLContext) -> str:
 
 
 def test_a_worker_with_the_secret_gets_in(besieged: Besieged, secret: bytes) -> None:
-    """Otherwise the tests of refusals would prove nothing."""
+    """This shows that the refusals in the other tests have a reason."""
     with besieged.attack():
         context = contexts_of(Authority(secret).issue("worker2"), Authority(secret).certificate)[1]
         with context.wrap_socket(besieged.tcp()) as tls:
@@ -79,7 +79,7 @@ def test_no_certificate(besieged: Besieged, tmp_path: Path) -> None:
 
 
 def test_tls_1_2(besieged: Besieged, secret: bytes, tmp_path: Path) -> None:
-    """Even with the right certificate."""
+    """A client with the right certificate is refused if it speaks TLS 1.2."""
     context = plain_context(Authority(secret).issue("worker2"), tmp_path, maximum_version=ssl.TLSVersion.TLSv1_2)
     with besieged.attack():
         assert "PROTOCOL_VERSION" in refusal(besieged, context)
@@ -103,7 +103,7 @@ def test_an_invalid_certificate(besieged: Besieged, secret: bytes, tmp_path: Pat
 
 
 def test_a_certificate_that_was_signed_by_itself(besieged: Besieged, secret: bytes, tmp_path: Path) -> None:
-    """It has the name of the cluster's authority, but its own key: only the signature is wrong."""
+    """The certificate has the name of the cluster's authority, but its own key: only the signature is wrong."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -150,7 +150,7 @@ def test_plain_text(besieged: Besieged) -> None:
 
 
 def test_a_real_worker_with_another_secret_is_told_why(besieged: Besieged, secret: bytes) -> None:
-    """Both ends explain it, and neither reveals a secret."""
+    """Both ends explain the refusal, and neither reveals a secret."""
     transport = StreamTransport(RpcOptions(secret=OTHER, transport="tcp"))
     transport.introduce("worker2")
     with besieged.attack():

@@ -206,7 +206,7 @@ def test_a_peer_creates_only_new_values_of_its_own(workers: InProcessCluster) ->
 
 
 def test_a_request_may_follow_the_one_that_makes_its_value(workers: InProcessCluster) -> None:
-    """Both are sent before either is answered."""
+    """Both requests are sent before either is answered."""
     gate = exposed.gates["made"] = threading.Event()
     with liar(workers) as peer:
         call = [trees.TUPLE, [trees.NAMED, "exposed:wait"], [trees.TUPLE, "made"], {}]

@@ -53,7 +53,7 @@ def test_a_member_that_says_that_it_is_busy_for_ever(liar: int) -> None:
 
 
 def test_a_member_that_stays_silent() -> None:
-    """It has joined, and now answers nothing."""
+    """The member has joined, and now answers nothing."""
     with federation(2) as workers, ThreadPoolExecutor(1) as threads:
         with workers[0].as_current():
             workers[0].agent.is_reachable(workers[1].info, SOON)

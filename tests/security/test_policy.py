@@ -59,7 +59,7 @@ def test_a_cluster_leaves_the_transport_options_unchanged() -> None:
 
 
 def test_no_module_compares_the_name_of_a_policy() -> None:
-    """It asks the policy, so that the answer has a name and one place."""
+    """A module asks the policy, so that the answer has a name and one place."""
     found = []
     for path in ROOT.rglob("*.py"):
         nodes = ast.walk(ast.parse(path.read_text()))

@@ -118,7 +118,7 @@ def read_to_the_end(channel: TlsChannel) -> None:
 
 
 def test_a_flood_of_requests_for_new_keys(pair: Pair) -> None:
-    """However many have come, OpenSSL handles only a few."""
+    """OpenSSL handles only a few of them, however many have come."""
     pair.raw.sendall(KeyUpdates(pair.raw, pair.keylog, 0).records(600))
     with pytest.raises(ProtocolError, match="bring no data, such as requests for new keys"):
         read_to_the_end(pair.channel)

@@ -192,6 +192,19 @@ def test_nothing_is_delivered_while_held() -> None:
         assert seen == [1, 2, 3]
 
 
+def test_the_network_is_idle_when_all_work_is_done() -> None:
+    with InProcessCluster(2, seed=0) as workers:
+        assert workers.scheduler.await_idle(SOON)
+        with workers.scheduler.hold():
+            future = workers[0].rpc_async("worker1", note, args=(1,))
+            assert not workers.scheduler.idle()
+            assert not workers.scheduler.await_idle(0.001)
+        assert workers.scheduler.await_idle(SOON)
+        assert workers.scheduler.idle()
+        assert seen == [1]
+        assert future.wait() == 1
+
+
 def test_a_hold_ends_with_its_block_even_by_an_error() -> None:
     with InProcessCluster(2, seed=0) as workers:
         with pytest.raises(KeyError), workers.scheduler.hold():

@@ -62,7 +62,7 @@ def test_a_frame_of_more_pieces_than_a_system_call_takes(group: Group) -> None:
 
 @pytest.mark.long
 def test_64_mib_both_ways_at_once(group: Group) -> None:
-    """Neither side may wait for room without reading; otherwise both would deadlock."""
+    """Each side must read while it waits for room; otherwise both would deadlock."""
     near, far = group.pair()
     tensors = [torch.full((16 << 20,), number, dtype=torch.int32) for number in (1, 2)]
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from segment_links import Link, descriptors
 
-from backhaul.devices.segments import _MOST, PAGE, Placed
-from backhaul.devices.segments import _SEALS as SEALS
+from backhaul.devices.pages import PAGE, SEALS
+from backhaul.devices.segments import _MOST, Placed
 from backhaul.errors import ProtocolError
 from backhaul.transport.segments import Borrowing
 from backhaul.wire.decoder import Envelope

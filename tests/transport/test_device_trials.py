@@ -19,7 +19,7 @@ import pytest
 import torch
 from transport_group import Group, receive, send
 
-from backhaul.devices import segments
+from backhaul.devices import pages, segments
 from backhaul.devices.driver import NoMemory
 from backhaul.devices.segments import DeviceLending
 from backhaul.transport.base import Channel
@@ -46,7 +46,7 @@ class _Outgoing:
         pass
 
 
-class Segment(segments._Segment):
+class Segment(pages.Segment):
     """A segment without a device. ``near``: whether the receiver can open it, because it is in the same process."""
 
     near = True
@@ -65,10 +65,10 @@ class Segment(segments._Segment):
         outgoing: Any = _Outgoing()
         self.memory, self.events, self.outgoing, self.used_at = memory, events, outgoing, 0.0
         name = secrets.token_bytes(16)
-        page, self.page = segments._new_page(size, (b"", b""), "GPU-elsewhere", id, name)
+        page, self.page = pages.new_page(size, (b"", b""), "GPU-elsewhere", id, name)
         self.descriptors = [page, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
         if self.near:
-            segments._here[name] = self
+            pages._here[name] = self
 
 
 class _Tensor:
@@ -95,7 +95,7 @@ def place(lending: DeviceLending, size: int = SMALL, device: int = 0) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(segments, "_Segment", Segment)
+    monkeypatch.setattr(segments, "Segment", Segment)
     monkeypatch.setattr(segments.driver, "torch_stream", lambda device: None)
     monkeypatch.setattr(segments.driver, "current_stream", lambda device: ~device)
     yield
@@ -136,7 +136,7 @@ def test_data_goes_in_segments_when_the_first_one_is_opened(pair: tuple[Channel,
 
 
 def test_any_message_passes_a_trial(pair: tuple[Channel, Channel]) -> None:
-    """Also a small one: perhaps no large one ever takes this channel in this direction."""
+    """A small message passes one too: perhaps no large one ever takes this channel in this direction."""
     near, far = pair
     lending = lending_of(near)
     assert not place(lending)
@@ -186,7 +186,7 @@ def test_a_long_reason_is_cut(
         raise RuntimeError("ü" * 3000)
 
     monkeypatch.setattr(Segment, "near", False)
-    monkeypatch.setattr(segments, "_index_of", fail)
+    monkeypatch.setattr(pages, "_index_of", fail)
     near, far = pair
     assert not place(lending_of(near))
     send_tensor(near)
@@ -267,7 +267,7 @@ def test_the_segments_of_a_peer_are_unmapped_when_the_channel_ends(pair: tuple[C
 
 
 def test_a_trial_that_nothing_follows_ends_too(pair: tuple[Channel, Channel]) -> None:
-    """Its segment is idle then, and is freed like any other."""
+    """The segment of the trial is idle then, and is freed like any other."""
     near, far = pair
     lending = lending_of(near)
     woken: list[None] = []
@@ -289,7 +289,7 @@ def test_a_trial_that_nothing_follows_ends_too(pair: tuple[Channel, Channel]) ->
 
 @pytest.mark.parametrize("end", ["trim", "close"])
 def test_no_thread_waits_for_the_lock_while_memory_is_freed(pair: tuple[Channel, Channel], end: str) -> None:
-    """It may be freed only when the device has done its work."""
+    """Freeing the memory may block until the device has done its work."""
     near, far = pair
     lending = lending_of(near)
     assert not place(lending)

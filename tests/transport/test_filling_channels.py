@@ -32,6 +32,8 @@ class Device:
         self.values = torch.randint(1, 255, (size,), dtype=torch.uint8)
         self._made = 0
         self.failed = False
+        self.asked = threading.Event()
+        """Set when a thread has asked how much is there."""
 
     def copy(self, until: int) -> None:
         self.host[self._made : until] = self.values[self._made : until]
@@ -43,6 +45,7 @@ class Device:
     def done(self) -> int:
         if self.failed:
             raise DriverError("an illegal memory access")
+        self.asked.set()
         return self._made
 
     def frame(self, number: int = 7) -> Frame:
@@ -222,6 +225,7 @@ def test_a_channel_without_sockets_waits(without_sockets: Group) -> None:
     device = Device(1000)
 
     def work() -> None:
+        assert device.asked.wait(SOON)
         assert far.next() is None
         device.finish()
 

@@ -138,7 +138,7 @@ def test_a_visitor_that_is_turned_away_is_told_nothing(group: Group) -> None:
 
 
 def test_a_worker_that_does_not_answer_is_a_timeout_and_not_a_loss(group: Group) -> None:
-    """Otherwise the agent would report a loss, and remove the worker from a dynamic group."""
+    """If the timeout counted as a loss, the agent would remove the worker from a dynamic group."""
     transport = group.transport()
     transport.listen()  # and no thread accepts visitors
     began = time.monotonic()

@@ -177,7 +177,7 @@ def test_the_smaller_option_limits_the_strands_and_none_is_opened_early() -> Non
 
 
 def test_a_stranger_cannot_join_a_channel() -> None:
-    """Neither with a wrong key, nor with an unknown token, nor as another worker with a valid token."""
+    """The stranger has a wrong key, or an unknown token, or is another worker with a valid token."""
     group = Group("tcp")
     transport, door = group.door(connections=2)
     here = group.transport(connections=2)

@@ -159,7 +159,7 @@ def test_a_call_may_be_as_deep_as_any_other_tuple(place: str, depth: int) -> Non
 
 
 def test_a_call_of_a_function_needs_no_lifters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the short way was taken."""
+    """A call without lifters shows that the short way was taken."""
     codec = Codec()
     tree, packing = codec.pack_call(torch.add, (X, X, 3, None), {"alpha": 2})
     monkeypatch.setattr(codec, "_lifters", {})

@@ -119,7 +119,7 @@ def test_byte_by_byte(pool: Pool) -> None:
 
 
 def test_a_large_buffer_between_two_in_segments(pool: Pool) -> None:
-    """It is received in place, while its neighbours are there already."""
+    """The large buffer is received in place, while its neighbours are there already."""
     large = torch.arange(200_000)
     tensors = [torch.arange(10), large, torch.arange(20), large + 1]
     data = pool.frame(1, tensors, (1, 0, 2, 0)) + bytes(encode(Ping(5)))

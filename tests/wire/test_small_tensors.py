@@ -176,7 +176,7 @@ def test_a_table_of_no_tensors(inference: bool) -> None:
 
 
 def test_every_single_bit_flip_by_both_ways() -> None:
-    """Whatever the short way accepts, the general way accepts too, with the same result."""
+    """The general way accepts whatever the short way accepts, with the same result."""
     sent = torch.arange(6.0).reshape(2, 3).requires_grad_()
     packed = general(sent)
     data = b"".join(packed.buffers)

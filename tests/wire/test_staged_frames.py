@@ -68,7 +68,7 @@ def test_a_tensor_that_goes_to_a_gpu_differs_only_in_its_device() -> None:
 
 
 def test_a_staged_frame_is_never_one_piece_and_always_keeps_something() -> None:
-    """Otherwise it would count as a small frame, which may be joined with others or pass them."""
+    """A frame of one piece counts as small, so it may be joined with others or pass them."""
     frame = encode(Ping(1), [torch.zeros(2)], ToGpu())
     assert [len(piece) for piece in frame.pieces[1:]] == [8]
     assert frame.keep

@@ -122,7 +122,7 @@ def test_a_wrapper_of_a_parameter() -> None:
 
 
 def test_a_wrapper_without_a_part_that_has_gradients() -> None:
-    """It is pickled, and would lose its history."""
+    """The wrapper is pickled, and would lose its history."""
     odd = Wrapping(torch.ones(2, dtype=torch.int64))
     assert trip(odd).inner.tolist() == [1, 1]
     _, packing = CODEC.pack(tagged().requires_grad_())

@@ -15,6 +15,7 @@ from value_kinds import CODEC, SAFE, named, short
 
 from backhaul.errors import MisuseError, ProtocolError
 from backhaul.wire import trees
+from backhaul.wire.values import Codec
 
 BYTES = torch.zeros(8, dtype=torch.uint8)
 BAD_TREES = [
@@ -184,6 +185,19 @@ def test_any_tree_is_a_value_or_refused(tree: Any) -> None:
         SAFE.unpack(tree, [BYTES])
     except (ProtocolError, MisuseError):
         pass
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_tensor_counts_as_a_level(depth: int) -> None:
+    """A tensor directly in a list is unpacked by a short way, which must refuse it as any other part."""
+    codec = Codec(max_depth=depth)
+    for part in ([trees.TENSOR, 0], [trees.LIST]):
+        tree = part
+        for _ in range(depth + 1):
+            tree = [trees.LIST, tree]
+        codec.unpack(tree, [BYTES])
+        with pytest.raises(ProtocolError, match="nested too deeply"):
+            codec.unpack([trees.LIST, tree], [BYTES])
 
 
 @pytest.mark.parametrize("part", [(1,), [(1,)], {"a": (1,)}, {1: (1,)}], ids=repr)

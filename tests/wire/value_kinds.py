@@ -64,7 +64,7 @@ class Pair(NamedTuple):
 
 
 class Triple(Pair):
-    """Its instances may have attributes of their own."""
+    """A named tuple whose instances may have attributes of their own."""
 
 
 class Adorned(Pair):

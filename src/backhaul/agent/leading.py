@@ -123,7 +123,7 @@ class Lead:
         self.began = 0.0
         """When the leader began, or resumed, its request."""
         self.waits = False
-        """The leader's request waits for a call of its own. Its thread watches the lines, so no tick need help."""
+        """The leader's request waits for a call of its own. Its thread watches the lines, so no tick has to help."""
 
     @property
     def turn(self) -> int:

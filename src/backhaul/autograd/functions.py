@@ -82,7 +82,7 @@ class Recv(msgspec.Struct, frozen=True, gc=False):
 
 
 class Run(Protocol):
-    """The interface of a run of torch's engine to the Sends and Recvs in it: see `engine`."""
+    """The interface of a run of torch's engine to the Sends and Recvs in it: see `run`."""
 
     @property
     def backward(self) -> int:

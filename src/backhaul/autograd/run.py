@@ -138,7 +138,7 @@ def destination(agent: Agent, local: LocalPass, recv: Recv) -> tuple[WorkerInfo 
 
 
 class Protocol(typing.Protocol):
-    """The interface of the worker's `engine` to runs. The engine exchanges messages with other workers."""
+    """The interface of `Progress` to runs. It exchanges messages with other workers."""
 
     def require(self, local: LocalPass, recv: Recv) -> None:
         """Raise unless a Recv can be part of this pass."""

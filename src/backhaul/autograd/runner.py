@@ -1,7 +1,7 @@
 """Runner: runs the components of passes on this worker with torch's engine.
 
 It decides whether torch must run at all, where a run starts, and where the gradients of leaves go. A run sends its
-messages through the worker's `engine`, its `Protocol`.
+messages through `Progress`, which it knows as the `Protocol`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Read the figures with the load of the machine in mind, which is printed above th
 Backhaul look better, not worse: torch's threads must be woken, Backhaul's are awake or not needed. On 2 cores
 with one kept busy ``--only "chain of 4"`` was once 3.2 times faster than torch's, and 2.0 times minutes before
 without that load. The second is the honest figure: run this on a quiet machine. (If there is far more to do than
-the processors can handle, no thread polls, see `backhaul.transport.readable`.)
+the processors can handle, no thread polls, see `backhaul.transport.awake`.)
 """
 
 from __future__ import annotations

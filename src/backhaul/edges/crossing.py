@@ -1,7 +1,7 @@
 """Crossing: applies an `Edge` to everything that leaves this worker for the edge's peer.
 
-Numbers leave a worker in three ways, and each goes through here: values and texts of exceptions in `agent.execution`,
-and gradients in `autograd.engine`. The code above them (functions, modules, references) has no other way out.
+Numbers leave a worker in three ways, and each goes through here: values and texts of exceptions in `agent.translation`,
+and gradients in `autograd.progress`. The code above them (functions, modules, references) has no other way out.
 
 Values that are not floating-point, or not tensors at all, cannot be transformed. An edge with ``on_send`` refuses them,
 unless its ``passes`` lets them pass.
@@ -53,7 +53,7 @@ _OURS = (MisuseError, RefusedError, QuotaError, ContextError, UnsendableError, R
 Direction = Literal["on_send", "on_gradient"]
 
 
-class Parts(NamedTuple):
+class Compressed(NamedTuple):
     """A tensor as it travels, if its last transform is a compression."""
 
     compression: Compression
@@ -64,7 +64,7 @@ class Leaving(NamedTuple):
     """Transformed tensors, and the parts of those that travel in parts, by place."""
 
     tensors: Sequence[torch.Tensor]
-    parts: Mapping[int, Parts]
+    parts: Mapping[int, Compressed]
 
     def wired(self, recorded: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Coded, ...]]:
         """The tensors to send, and the message's entries about parts. ``recorded``: the tensors, from autograd."""
@@ -208,7 +208,7 @@ class Crossing:
 
     def _apply(self, direction: Direction, tensors: Sequence[torch.Tensor], passing: Sequence[int]) -> Leaving:
         found = list(tensors)
-        parts: dict[int, Parts] = {}
+        parts: dict[int, Compressed] = {}
         slots: Counter[Any] = Counter()
         for place, tensor in enumerate(tensors):
             if place in passing:
@@ -238,13 +238,15 @@ class Crossing:
         if not recently:
             _log.exception("%s for %s failed", direction, self.peer)
 
-    def _transform(self, direction: Direction, tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, Parts | None]:
+    def _transform(
+        self, direction: Direction, tensor: torch.Tensor, key: Any
+    ) -> tuple[torch.Tensor, Compressed | None]:
         self._release(direction)
         dtype = tensor.dtype
         # In half precision, rounding could give a clipped row a larger norm.
         found = tensor.float() if dtype in _NARROW else tensor
         bound: float | None = None
-        last: Parts | None = None
+        last: Compressed | None = None
         for place, transform in enumerate(self._chains[direction].transforms):
             before = found
             last = None
@@ -265,7 +267,7 @@ class Crossing:
                 )
         return found.to(dtype), last
 
-    def _compress(self, transform: Compression, tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, Parts]:
+    def _compress(self, transform: Compression, tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, Compressed]:
         with torch.no_grad():
             wanted = tensor.detach()
             if transform.feedback and (rest := self.feedback.take(key)) is not None:
@@ -274,7 +276,7 @@ class Crossing:
             made = transform.expand(parts, wanted)
             if transform.feedback:
                 self.feedback.put(key, wanted - made)
-        return straight_through(tensor, made), Parts(transform, parts)
+        return straight_through(tensor, made), Compressed(transform, parts)
 
     def _require_dense(self, direction: Direction, tensor: torch.Tensor) -> None:
         if tensor.dtype in _FLOATS and tensor.layout is torch.strided and not tensor.is_nested:

@@ -139,14 +139,14 @@ class Shipper:
         self._namespace = namespace
         self._at_home = at_home
         self._sent: dict[str, Definition] = {}
-        self._settled: dict[str, dict[str, Any]] = {}
+        self._touched: dict[str, dict[str, Any]] = {}
         # Held while sending, so that a second call of the same function cannot overtake its
         # definition. No deadlock: the workers apply definitions without calling back.
         self._lock = threading.Lock()
 
     def __call__(self, *values: Any) -> None:
         for name in sorted(names_of_main(values)):
-            if not self._is_settled(name):
+            if not self._is_unchanged(name):
                 with self._lock:
                     self._ship(name)
 
@@ -170,14 +170,14 @@ class Shipper:
             for item in fresh:  # re-inserted, so that the order is that of the last sending
                 self._sent.pop(item.name, None)
                 self._sent[item.name] = item
-        self._settled[name] = collection.touched
+        self._touched[name] = collection.touched
 
-    def _is_settled(self, name: str) -> bool:
+    def _is_unchanged(self, name: str) -> bool:
         """Whether nothing that ``name`` uses was rebound since; most calls then need no collecting.
 
         A value that may change in place is compared each time, by its pickle.
         """
-        touched = self._settled.get(name)
+        touched = self._touched.get(name)
         if touched is None:
             return False
         for used, value in touched.items():

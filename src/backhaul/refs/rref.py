@@ -31,9 +31,10 @@ class RRef(Generic[T]):
     ``rpc_timeout``. ``RRef(value)`` raises `NotInitializedError` before ``init_rpc``.
     """
 
-    __slots__ = ("__weakref__", "_ref", "_references", "_type_hint")
+    __slots__ = ("__weakref__", "_ref", "_references")
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
+        """``type_hint`` is torch's, for TorchScript, and changes nothing here."""
         worker = current_worker.get_or_none()
         if worker is None:
             raise NotInitializedError(
@@ -42,7 +43,6 @@ class RRef(Generic[T]):
         references: References = worker.references
         self._references = references
         self._ref = references.keep(value)
-        self._type_hint = type_hint
 
     @classmethod
     def _made(cls, references: References, ref: RefId) -> RRef[T]:
@@ -50,7 +50,6 @@ class RRef(Generic[T]):
         self = cls.__new__(cls)
         self._references = references
         self._ref = ref
-        self._type_hint = None
         return self
 
     def __del__(self) -> None:

@@ -54,10 +54,6 @@ class Stuck(msgspec.Struct, frozen=True):
     """The workers that gave no answer, and the reasons."""
 
     @property
-    def cycles(self) -> list[Chain]:
-        return [chain for chain in self.chains if chain.end == "cycle"]
-
-    @property
     def lasting(self) -> list[Chain]:
         """Cycles, and chains that have lasted for a while. Workers that wait in shutdown() are normal and left out."""
         return [

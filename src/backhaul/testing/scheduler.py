@@ -90,7 +90,7 @@ class Scheduler(Network):
         self._changed = threading.Condition()
         # All guarded by _changed:
         self._queues: dict[MemoryChannel, deque[bytes]] = {}
-        self._unsettled: set[MemoryChannel] = set()  # channels with a delivered but unhandled message
+        self._unhandled: set[MemoryChannel] = set()  # channels with a delivered but unhandled message
         # By descriptor of the channel:
         self._in_hand: Counter[int] = Counter()  # messages read among replies but not yet handed out
         self._just_taken: Counter[int] = Counter()  # of those, by the current read
@@ -210,7 +210,7 @@ class Scheduler(Network):
             self._count(-1)
 
     def idle(self) -> bool:
-        """Nothing is in flight, and the effects of all deliveries have settled.
+        """Whether nothing is in flight, and the effects of all deliveries have settled.
 
         Messages that arrived among replies, and that no thread waits for any more, may stay unread.
         """
@@ -227,14 +227,14 @@ class Scheduler(Network):
                 self._idlers -= 1
 
     def _is_idle(self) -> bool:
-        unread = any(not _has_replies(channel) for channel in self._unsettled)
+        unread = any(not _has_replies(channel) for channel in self._unhandled)
         return not (self._queues or unread) and all(account.is_quiet() for account in self._accounts.values())
 
     def describe(self) -> str:
         """What keeps the network from being idle, for people."""
         with self._changed:
             waiting = {channel.name: len(queue) for channel, queue in self._queues.items()}
-            unread = [channel.name for channel in self._unsettled]
+            unread = [channel.name for channel in self._unhandled]
             busy = {
                 agent.me.name: account.running for agent, account in self._accounts.items() if not account.is_quiet()
             }
@@ -263,7 +263,7 @@ class Scheduler(Network):
         ends = [end for end in (channel, channel.peer) if end is not None]
         with self._changed:
             # If no thread waits on a connection, none notices its end.
-            self._unsettled.update(end for end in ends if end not in self._closed and not _has_replies(end))
+            self._unhandled.update(end for end in ends if end not in self._closed and not _has_replies(end))
         for end in ends:
             end.shutdown()
 
@@ -282,8 +282,8 @@ class Scheduler(Network):
     def _drained(self, event: Drained) -> None:
         with self._changed:
             # Messages that arrived after the thread handled the previous one are still unread.
-            for channel in [each for each in self._unsettled if each.fileno() == event.line and not each.unread]:
-                self._unsettled.discard(channel)
+            for channel in [each for each in self._unhandled if each.fileno() == event.line and not each.unread]:
+                self._unhandled.discard(channel)
                 self._notice()
 
     def closed(self, channel: MemoryChannel) -> None:
@@ -292,18 +292,18 @@ class Scheduler(Network):
             self._delayed.pop(channel, None)
             self._closed.add(channel)
             self._in_hand.pop(channel.fileno(), None)
-        self._settle(channel)
+        self._handled(channel)
 
     def taken(self, channel: MemoryChannel, count: int) -> None:
         if _has_replies(channel):
             with self._changed:
                 self._in_hand[channel.fileno()] += count
                 self._just_taken[channel.fileno()] += count
-            self._settle(channel)
+            self._handled(channel)
 
-    def _settle(self, channel: MemoryChannel) -> None:
+    def _handled(self, channel: MemoryChannel) -> None:
         with self._changed:
-            self._unsettled.discard(channel)
+            self._unhandled.discard(channel)
             self._notice()
 
     def _count(self, change: int) -> None:
@@ -320,7 +320,7 @@ class Scheduler(Network):
         return (
             not any(self._in_hand.values())
             and all(account.is_quiet() for account in self._accounts.values())
-            and not (self._unsettled and any(map(self._will_be_read, self._unsettled)))
+            and not (self._unhandled and any(map(self._will_be_read, self._unhandled)))
         )
 
     def _will_be_read(self, channel: MemoryChannel) -> bool:
@@ -396,7 +396,7 @@ class Scheduler(Network):
         self._waits_since = time.monotonic()
         # If no thread waits on a connection, none reads its end.
         if data != END or not _has_replies(channel):
-            self._unsettled.add(channel)
+            self._unhandled.add(channel)
         self.log.append(channel.name)
         channel.deliver(data)
         self._notice()  # it may be the last message, with no thread to read it
