@@ -29,8 +29,8 @@ TRAINING = (
     Mutant(
         "autograd/graph.py",
         "a Send refers to itself, and is never freed",
-        "    if type(start) is SendNode:\n        apart",
-        "    if False:\n        apart",
+        "    if type(start) is SendNode:\n        edges",
+        "    if False:\n        edges",
         ("tests/autograd/test_graph.py",),
     ),
     Mutant(

@@ -83,7 +83,7 @@ EXCUSES: dict[tuple[str, str], str] = {
         " -> (len(self._deadlines) >= 2 * len(self._slots) + 64)",
     ): _ONLY_COST,
     ("agent/role.py", "Role.take: 1 -> 2"): "tokens need only differ",
-    ("autograd/graph.py", "as_one: len(seen) > SMALL -> (len(seen) >= SMALL)"): _ONLY_SPEED,
+    ("autograd/graph.py", "as_one: len(todo) > most -> (len(todo) >= most)"): _ONLY_SPEED,
     (
         "autograd/graph.py",
         "_wants_one_sum: look and node_hooks.on(node) -> ((look))",
