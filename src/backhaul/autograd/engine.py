@@ -177,7 +177,10 @@ class Engine(Progress):
     ) -> StartedPass:
         with self._lock:
             id = self._contexts.new_id()
-            floor = min([id, *(other for other, r in self._started.items() if r.local.record is record)])
+            floor = id
+            for other, before in self._started.items():
+                if before.local.record is record and other < floor:
+                    floor = other
             local = LocalPass(Pass(id, record.id, floor, retain_graph, into_grad), record, root, self._charges)
             local.deadline, local.check_every = deadline, self._check_every
             started = self._started[id] = StartedPass(local, doubts=self._doubts)
