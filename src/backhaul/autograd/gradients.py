@@ -100,7 +100,7 @@ def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict
             return None
         if getattr(leaf, "_post_accumulate_grad_hooks", None):
             return None
-        before = found.get(leaf)
+        before = found.get(leaf) if found else None
         found[leaf] = value if before is None else _sum(before, value)
     return found
 

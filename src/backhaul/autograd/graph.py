@@ -275,6 +275,7 @@ def _plan_apart(sources: Mapping[int, Node]) -> list[Component] | None:
     look = node_hooks.are_there()
     seen: set[Node] = set()
     seen_leaves: set[Node] = set()
+    apart: set[Node] = set()  # those that need no sum
     found: list[Component] = []
     for source, start in sources.items():
         reached = getattr(start, "reached", None)
@@ -288,9 +289,10 @@ def _plan_apart(sources: Mapping[int, Node]) -> list[Component] | None:
         seen.update(nodes, recvs)
         if leaves:
             if not seen_leaves.isdisjoint(leaves):
-                for leaf in seen_leaves.intersection(leaves):
+                for leaf in seen_leaves.intersection(leaves).difference(apart):
                     if _wants_one_sum(leaf, look):
                         return None
+                    apart.add(leaf)
             seen_leaves.update(leaves)
         found.append(_alone(source, reached))
     return None if replicas.joint_among(list(map(_variable, seen_leaves))) else found

@@ -245,7 +245,8 @@ class EngineRun:
         if to is None:
             self._keep(first, gradients[0])
             return
-        self.local.giving_to(to.id)
+        rank = to.id
+        self.local.giving_to(rank)
         held = self._held
         if held is None:
             parcel = Parcel(to)
@@ -254,14 +255,14 @@ class EngineRun:
             self._post(parcel, recv)
             return
         with held.lock:
-            before = held.parcels.get(to.id)
-            parcel = before or held.parcels.setdefault(to.id, Parcel(to))
+            before = held.parcels.get(rank)
+            parcel = before or held.parcels.setdefault(rank, Parcel(to))
             self.emitted += parcel.add_outputs(first, outputs, gradients)
             self._note_streams()
-            held.left[to.id] -= 1
-            full = not held.left[to.id] or parcel.nbytes > held.most
+            left = held.left[rank] = held.left[rank] - 1
+            full = not left or parcel.nbytes > held.most
             if full:
-                del held.parcels[to.id]
+                del held.parcels[rank]
         if full:
             self._post(parcel)
         elif before is None:

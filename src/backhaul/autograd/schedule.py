@@ -79,7 +79,7 @@ class Schedule:
         ``find`` returns the `Source` of one that is not a candidate yet.
         """
         if not self._planned:
-            if len(sources) == len(self._sources) and self._sources.keys() == set(sources):
+            if 0 < len(sources) == len(self._sources) and self._sources.keys() == set(sources):
                 component = self._as_one()
                 if component is not None:
                     return [component]
@@ -100,14 +100,18 @@ class Schedule:
                     return []
                 component.started = True
                 return [component]
-        self._messages.update(self._sources[source].message for source in sources)
         found: list[Component] = []
         unclear = False
-        for component in dict.fromkeys(self._component[source] for source in sources):
+        self._messages.update(map(_message, map(self._sources.__getitem__, sources)))
+        for component in dict.fromkeys(map(self._component.__getitem__, sources)):
             if component.started:  # otherwise each gradient would cost a walk over all sources of its run
                 continue
+            if self._arrived.issuperset(component.sources):
+                component.started = True
+                found.append(component)
+                continue
             missing = [source for source in component.sources if source not in self._arrived]
-            if self._resolved or not missing:
+            if self._resolved:
                 found += self._start(component)
             elif not all(self._sources[source].message in self._messages for source in missing):
                 unclear = True
