@@ -29,6 +29,7 @@ holds for a run that has not begun because its latest gate has no gradients yet.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from operator import attrgetter
@@ -50,6 +51,7 @@ SMALL = 64
 MOST_FORESEEN = 4
 """A message lists at most this many sources that its tensors depend on, since they make the message longer."""
 _MOST_NODES = 64
+_ANY_NUMBER = sys.maxsize - 1
 
 _ADDED_UP = {torch.strided, torch.sparse_coo}
 """Layouts whose gradients torch adds to an existing ``.grad``."""
@@ -303,25 +305,24 @@ def _alone(source: int, reached: Any) -> Component:
     return Component([source], leaves, recvs, size)
 
 
-def _walk(start: Node, most: int | None = None) -> Reached | None:
+def _walk(start: Node, most: int = _ANY_NUMBER) -> Reached | None:
     """What a source reaches. None if it reaches more than ``most`` nodes besides leaves and Recvs."""
     todo: list[Sequence[tuple[Node, int]]] = [((start, 0),)]
     apart = {None}  # what is no inner node
     if type(start) is SendNode:
         edges = start.next_functions
-        if len(edges) == 1:  # often a leaf, or a received tensor, was sent as it was
-            ((node, output),) = edges
-            if type(node) is _AccumulateGrad:
-                return Reached((node,), {}, _NO_NODES, 2)
+        node, output = edges[0]
+        if type(node) in _SINKS and len(edges) == 1:  # often a leaf, or a received tensor, was sent as it was
             if type(node) is RecvNode:
                 return Reached((), {node: {output}}, _NO_NODES, 2)
+            return Reached((node,), {}, _NO_NODES, 2)
         apart.add(start)
         todo = [edges]
     leaves: list[Node] = []
     recvs: dict[Node, set[int]] = {}
     seen = set(apart)
     see, follow = seen.add, todo.append
-    for edges in islice(todo, None if most is None else most + 1):  # it grows meanwhile
+    for edges in islice(todo, most + 1):  # it grows meanwhile
         for node, output in edges:
             if node not in seen:
                 see(node)
@@ -333,7 +334,7 @@ def _walk(start: Node, most: int | None = None) -> Reached | None:
                     leaves.append(node)
             elif node in recvs:
                 recvs[node].add(output)
-    if most is not None and len(todo) > most + 1:
+    if len(todo) > most + 1:
         return None
     return Reached(leaves, recvs, seen.difference(apart, leaves, recvs), len(seen) - 1)
 

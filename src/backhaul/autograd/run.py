@@ -76,9 +76,9 @@ class Parcel:
     def add(self, sources: Iterable[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the gradient of each of these sources."""
         self.sources += sources
-        for place, gradient in enumerate(gradients, len(self.tensors) + len(self.absent)):
+        for gradient in gradients:
             if gradient is None:
-                self.absent.add(place)
+                self.absent.add(len(self.tensors) + len(self.absent))
                 continue
             if type(gradient) is not torch.Tensor:
                 gradient = plain(gradient)
