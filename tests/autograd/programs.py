@@ -87,21 +87,24 @@ def cluster_of(size: int, seed: int) -> Iterator[InProcessCluster]:
 @contextmanager
 def counting_components(tally: Counter[str]) -> Iterator[None]:
     """Count what torch's engine runs on all workers of this process, and what of it has gates that wait."""
-    start, lock = Schedule._start, threading.Lock()
+    merged, resolve, lock = Schedule._merged, Schedule.resolve, threading.Lock()
 
-    def counted(self: Schedule, component: Component) -> list[Component]:
-        started = start(self, component)
+    def count(schedule: Schedule, started: list[Component]) -> list[Component]:
         with lock:
             tally["components"] += len(started)
             tally["components of several sources"] += sum(len(each.sources) > 1 for each in started)
-            tally["components with gates that wait"] += sum(map(self.waits, started))
+            tally["components with gates that wait"] += sum(map(schedule.waits, started))
         return started
 
-    Schedule._start = counted  # type: ignore[method-assign]
+    def counted(self: Schedule, components: list[Component]) -> list[Component]:
+        return merged(self, count(self, components))
+
+    Schedule._merged = counted  # type: ignore[method-assign]
+    Schedule.resolve = lambda self: count(self, resolve(self))  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Schedule._start = start  # type: ignore[method-assign]
+        Schedule._merged, Schedule.resolve = merged, resolve  # type: ignore[method-assign]
 
 
 def run_in_process(program: Program, cluster: Sequence[Worker]) -> list[Outcome]:

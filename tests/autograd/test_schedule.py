@@ -55,6 +55,24 @@ def test_one_candidate_is_run_as_its_gradients_come() -> None:
     assert not schedule.must_resolve
 
 
+def test_nothing_that_comes_starts_nothing() -> None:
+    assert come(Schedule({}), {}) == []
+
+
+def test_the_only_candidate_may_be_large_and_comes_once() -> None:
+    x = leaf()
+    for _ in range(100):
+        x = x + 1
+    sources = one(50, x)
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 50) == [[50]]
+    assert come(schedule, sources, 50) == []
+    late = {**sources, **one(60, leaf() * 2)}  # recorded by code that the pass itself ran
+    assert come(schedule, late, 60) == [[60]]
+    assert resolved(schedule) == []
+    assert not schedule.must_resolve
+
+
 def test_independent_candidates_are_run_as_their_gradients_come() -> None:
     x = leaf()
     sources = {**one(50, x * 2), **one(60, x * 3), **roots(x * 4)}

@@ -248,8 +248,8 @@ DEVICES = (
     Mutant(
         "autograd/run.py",
         "the streams of Recvs whose gradients are held are not noted",
-        "            self._note_streams()\n            held.left[to.id] -= 1",
-        "            held.left[to.id] -= 1",
+        "            self._note_streams()\n            left = held.left",
+        "            left = held.left",
         _RUNS,
     ),
     Mutant(

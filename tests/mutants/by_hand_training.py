@@ -29,8 +29,8 @@ TRAINING = (
     Mutant(
         "autograd/graph.py",
         "a Send refers to itself, and is never freed",
-        "    if type(start) is SendNode:\n        apart",
-        "    if False:\n        apart",
+        "    if type(start) is SendNode:\n        edges",
+        "    if False:\n        edges",
         ("tests/autograd/test_graph.py",),
     ),
     Mutant(
@@ -211,15 +211,15 @@ TRAINING = (
     Mutant(
         "autograd/gradients.py",
         "a gradient that other code holds is stored without a copy",
-        "_laid_out_as(gradient if ours else gradient.clone(), leaf)",
-        "_laid_out_as(gradient, leaf)",
+        "    return gradient if free and _has_memory_alone(gradient) else gradient.clone()",
+        "    return gradient",
         ("tests/autograd/test_gradients.py",),
     ),
     Mutant(
         "autograd/gradients.py",
         "a gradient keeps the layout that torch has given it",
-        "        or gradient.stride() == leaf.stride()",
-        "        or True",
+        "leaf.layout and gradient.stride() != leaf.stride():",
+        "leaf.layout and False:",
         ("tests/autograd/test_gradients.py",),
     ),
     Mutant(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from backhaul.optim import entries
 from backhaul.optim.entries import apply, change, copied, entries_of, same
 
 
@@ -70,6 +71,31 @@ def test_a_change_and_its_application() -> None:
     assert change(known, group) is None
     apply(found, known)  # applying it again is not an error
     assert change(known, group) is None
+
+
+@pytest.mark.parametrize(
+    ("known", "group", "found"),
+    [
+        ({"a": None}, {"params": [], "a": None}, None),
+        ({"a": None}, {"params": [], "b": None}, ({"b": None}, ["a"])),
+        ({"a": None}, {"params": []}, ({}, ["a"])),
+        ({"a": None}, {"params": [], "param_names": [], "a": None}, None),
+        ({"a": None}, {"params": [], "param_names": [], "a": None, "b": None}, ({"b": None}, [])),
+        ({"a": None, "b": None}, {"params": [], "param_names": [], "a": None}, ({}, ["b"])),
+        ({}, {"params": []}, None),
+    ],
+)
+def test_entries_that_are_absent_are_not_entries_that_are_none(known: Any, group: Any, found: Any) -> None:
+    assert change(known, group) == found
+
+
+def test_values_that_are_the_same_objects_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = {"params": [1], "lr": 0.1, "betas": (0.9, 0.99), "foreach": None}
+    known = entries_of(group)
+    monkeypatch.setattr(entries, "same", None)
+    assert change(known, group) is None
+    with pytest.raises(TypeError):
+        change(known, {**group, "lr": 0.2})
 
 
 def test_a_tensor_that_is_changed_in_place_is_a_change() -> None:

@@ -10,9 +10,10 @@ import secrets
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -35,6 +36,8 @@ current_context: ContextVar[int | None] = ContextVar("backhaul_autograd_context"
 everywhere: weakref.WeakSet[Contexts] = weakref.WeakSet()
 """The `Contexts` of all workers of this process. It is global, since the torch functions that `mistakes` watches know
 no worker."""
+
+_NONES = repeat(None)
 
 _REMEMBERED = 4096
 _NOTED = 1024
@@ -164,9 +167,7 @@ class Record:
 
     def spend(self, sources: Iterable[int]) -> None:
         """Note that the graphs of these Sends have been run, and freed."""
-        unspent = self.unspent
-        for source in sources:
-            unspent.pop(source, None)
+        deque(map(self.unspent.pop, sources, _NONES), maxlen=0)
 
     @property
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:

@@ -51,14 +51,18 @@ def _gradients(
     references, and can store them without a copy.
     """
     sources = message.sources
-    found: dict[int, tuple[torch.Tensor | None]] = dict.fromkeys(sources, (None,))
     if type(envelope.tensors) is Later:
         devices = [sends[sources[place]].device for place in message.present]
         envelope.tensors.land(devices_of(message.coded, devices) if message.coded else devices)
     if message.coded:
         envelope.tensors[:] = expanded(message.coded, envelope.tensors, limit)
-    for place, gradient in zip(message.present, envelope.tensors, strict=True):
-        found[sources[place]] = (gradient,)
+    found: dict[int, tuple[torch.Tensor | None]]
+    if len(message.present) == len(sources) == len(envelope.tensors):
+        found = dict(zip(sources, zip(envelope.tensors), strict=True))
+    else:
+        found = dict.fromkeys(sources, (None,))
+        for place, gradient in zip(message.present, envelope.tensors, strict=True):
+            found[sources[place]] = (gradient,)
     envelope.tensors.clear()
     return found
 
@@ -173,7 +177,10 @@ class Engine(Progress):
     ) -> StartedPass:
         with self._lock:
             id = self._contexts.new_id()
-            floor = min([id, *(other for other, r in self._started.items() if r.local.record is record)])
+            floor = id
+            for other, before in self._started.items():
+                if before.local.record is record and other < floor:
+                    floor = other
             local = LocalPass(Pass(id, record.id, floor, retain_graph, into_grad), record, root, self._charges)
             local.deadline, local.check_every = deadline, self._check_every
             started = self._started[id] = StartedPass(local, doubts=self._doubts)

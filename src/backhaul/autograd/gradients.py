@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ Captured = Sequence[torch.Tensor | None]
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 _strided = torch.strided
+_storage_users: Callable[[int], int] = torch._C._storage_Use_Count
 
 _LOOK_AGAIN = 0.05
 
@@ -69,14 +70,13 @@ _lending = _Lending()
 def store(into: dict[torch.Tensor, torch.Tensor], leaves: Sequence[torch.Tensor], captured: Captured) -> None:
     """Add the captured gradients of these leaves to ``into``. Not thread-safe: the caller must serialise calls."""
     for place, leaf in enumerate(leaves):
-        references = sys.getrefcount(captured[place])
+        references = getrefcount(captured[place])
         gradient = captured[place]
         if gradient is None:
             continue
         before = into.get(leaf) if into else None
         if before is None:
-            ours = references <= _REFERENCES and type(gradient) is torch.Tensor and _has_memory_alone(gradient)
-            into[leaf] = _laid_out_as(gradient if ours else gradient.clone(), leaf)
+            into[leaf] = _owned(gradient, leaf, references <= _REFERENCES)
         elif before.layout is not _strided:
             into[leaf] = _sum(before, gradient)
         else:
@@ -100,7 +100,7 @@ def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict
             return None
         if getattr(leaf, "_post_accumulate_grad_hooks", None):
             return None
-        before = found.get(leaf)
+        before = found.get(leaf) if found else None
         found[leaf] = value if before is None else _sum(before, value)
     return found
 
@@ -153,11 +153,24 @@ def in_place_of_grad(
                 leaf.grad = gradient
 
 
+def _owned(gradient: torch.Tensor, leaf: torch.Tensor, free: bool) -> torch.Tensor:
+    """The gradient in memory of its own, laid out as its leaf, which optimizers expect.
+
+    ``free``: no other code has a reference to it, so it may be used as it is.
+    """
+    if type(gradient) is not torch.Tensor:
+        gradient = gradient.clone()
+        return _owned(gradient, leaf, free=True) if type(gradient) is torch.Tensor else gradient
+    if gradient.layout is _strided is leaf.layout and gradient.stride() != leaf.stride():
+        return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+    return gradient if free and _has_memory_alone(gradient) else gradient.clone()
+
+
 def _has_memory_alone(gradient: torch.Tensor) -> bool:
     """Whether no other tensor shares the memory of a captured gradient."""
     layout = gradient.layout
     if layout is _strided:
-        users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+        users = _storage_users(gradient.untyped_storage()._cdata)
         if users <= _USERS:
             return True
         # It may be a view of a tensor that only the view keeps alive, as the gradient of a `Linear`'s weight is.
@@ -166,7 +179,7 @@ def _has_memory_alone(gradient: torch.Tensor) -> bool:
             users <= _USERS_OF_VIEW
             and base is not None
             and base._use_count() <= _USERS_OF_BASE  # type: ignore[attr-defined]
-            and sys.getrefcount(base) <= _REFERENCES_TO_BASE
+            and getrefcount(base) <= _REFERENCES_TO_BASE
         )
     if layout is torch.sparse_coo:  # as in torch, views of its parts do not count
         parts = gradient._indices(), gradient._values()
@@ -174,22 +187,10 @@ def _has_memory_alone(gradient: torch.Tensor) -> bool:
     return False
 
 
-def _laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """The gradient in the memory layout of its leaf, which optimizers expect."""
-    if (
-        type(gradient) is not torch.Tensor
-        or gradient.layout is not _strided
-        or leaf.layout is not _strided
-        or gradient.stride() == leaf.stride()
-    ):
-        return gradient
-    return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
-
-
 def _count() -> tuple[int, int, int, int, int]:
     """The numbers of references that `store` finds when no other code holds a gradient."""
     captured: Captured = (torch.zeros(1), torch.zeros(2).view(1, 2))
-    references = sys.getrefcount(captured[0])
+    references = getrefcount(captured[0])
     gradient, view = captured
     assert gradient is not None
     assert view is not None
@@ -197,10 +198,10 @@ def _count() -> tuple[int, int, int, int, int]:
     assert base is not None
     return (
         references,
-        torch._C._storage_Use_Count(gradient.untyped_storage()._cdata),
-        torch._C._storage_Use_Count(view.untyped_storage()._cdata),
+        _storage_users(gradient.untyped_storage()._cdata),
+        _storage_users(view.untyped_storage()._cdata),
         base._use_count(),  # type: ignore[attr-defined]
-        sys.getrefcount(base),
+        getrefcount(base),
     )
 
 

@@ -29,8 +29,9 @@ holds for a run that has not begun because its latest gate has no gradients yet.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -50,9 +51,14 @@ SMALL = 64
 MOST_FORESEEN = 4
 """A message lists at most this many sources that its tensors depend on, since they make the message longer."""
 _MOST_NODES = 64
+_ANY_NUMBER = sys.maxsize - 1
 
 _ADDED_UP = {torch.strided, torch.sparse_coo}
 """Layouts whose gradients torch adds to an existing ``.grad``."""
+
+_SINKS = frozenset((_AccumulateGrad, RecvNode))
+"""The types of the nodes at which a walk ends."""
+_NO_NODES: frozenset[Node] = frozenset()
 
 _variable = attrgetter("variable")
 
@@ -87,7 +93,7 @@ class Component:
         *,
         in_order: bool = False,
     ) -> None:
-        self.sources = sources if len(sources) == 1 else sorted(sources, key=_order, reverse=True)
+        self.sources = sources if len(sources) == 1 else _in_order(sources)
         """The sources in the order in which they run: the roots first, then the latest Send."""
         self.leaves = leaves
         self.recvs = recvs
@@ -115,8 +121,11 @@ def together(components: Sequence[Component]) -> Component:
     )
 
 
-def _order(source: int) -> tuple[bool, int]:
-    return source == ROOT, source
+def _in_order(sources: Iterable[int]) -> list[int]:
+    found = sorted(sources, reverse=True)
+    if found[-1] == ROOT:  # the lowest of all ids
+        found.insert(0, found.pop())
+    return found
 
 
 def plan(sources: Mapping[int, Node]) -> list[Component]:
@@ -144,13 +153,12 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
                     if node is None:
                         continue
                     owner[node] = source
-                    kind = type(node)
-                    if kind is _AccumulateGrad:
-                        mine[node] = None
-                    elif kind is RecvNode:
+                    if type(node) not in _SINKS:
+                        stack.append(node.next_functions)
+                    elif type(node) is RecvNode:
                         recvs[node] = {output}
                     else:
-                        stack.append(node.next_functions)
+                        mine[node] = None
                     continue
                 if node in recvs:
                     recvs[node].add(output)
@@ -169,16 +177,18 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
     averaged = [source for source, mine in leaves.items() if any(id(leaf.variable) in joint for leaf in mine)]
     for source in averaged:
         groups.join(averaged[0], source)
-    members = groups.members()
+    first_of = groups.firsts()
+    members: dict[int, list[int]] = {}
+    for source, first in first_of.items():
+        members.setdefault(first, []).append(source)
     recvs_of: dict[int, dict[Node, set[int]]] = {first: {} for first in members}
     for node, outputs in recvs.items():
-        recvs_of[groups.find(owner[node])][node] = outputs
+        recvs_of[first_of[owner[node]]][node] = outputs
     nodes_of: dict[int, list[Node]] = {first: [] for first, group in members.items() if len(group) > 1}
     if nodes_of:
         for node, source in owner.items():
-            nodes = nodes_of.get(groups.find(source))
-            if nodes is not None and type(node) is not _AccumulateGrad and type(node) is not RecvNode:
-                nodes.append(node)
+            if type(node) not in _SINKS and first_of[source] in nodes_of:
+                nodes_of[first_of[source]].append(node)
     return [
         Component(
             group,
@@ -198,10 +208,10 @@ def as_one(sources: Mapping[int, Node]) -> Component | None:
     Use it when all gradients have arrived. The result equals `together` of what `plan` finds, and is quicker.
     """
     starts = sources.values()
-    known: list[Any] = [getattr(start, "reached", None) for start in starts]
+    known = _known(starts)
     leaves: Collection[Node]
     recvs: dict[Node, Any]
-    if all(known):
+    if known is not None:
         nodes = frozenset().union(*[reached.nodes for reached in known])
         leaves = {leaf: None for reached in known for leaf in reached.leaves}
         recvs = _recvs_of(known)
@@ -213,25 +223,37 @@ def as_one(sources: Mapping[int, Node]) -> Component | None:
         leaves = []
         recvs = {}
         todo = [start.next_functions for start in starts]
-        for edges in todo:  # it grows meanwhile
+        see, follow = seen.add, todo.append
+        most = SMALL + len(todo)
+        for edges in islice(todo, most):  # it grows meanwhile
             for node, output in edges:
                 if node not in seen:
-                    seen.add(node)
-                    kind = type(node)
-                    if kind is _AccumulateGrad:
-                        leaves.append(node)
-                    elif kind is RecvNode:
+                    see(node)
+                    if type(node) not in _SINKS:
+                        follow(node.next_functions)
+                    elif type(node) is RecvNode:
                         recvs[node] = {output}
-                    elif len(seen) > SMALL:
-                        return None
                     else:
-                        todo.append(node.next_functions)
+                        leaves.append(node)
                 elif node in recvs:
                     recvs[node].add(output)
+        if len(todo) > most:
+            return None
         size = len(seen) - 1
     if replicas.joint_among(list(map(_variable, leaves))):
         return None
     return Component(list(sources), list(leaves), recvs, size)
+
+
+def _known(starts: Iterable[Node]) -> list[Reached] | None:
+    """What these sources reach, as far as `foresee` or an earlier pass has looked; None if that is not known of all."""
+    found: list[Reached] = []
+    for start in starts:
+        reached = getattr(start, "reached", None)
+        if reached is None:
+            return None
+        found.append(reached)
+    return found
 
 
 def _recvs_of(known: Iterable[Reached]) -> dict[Node, Collection[int]]:
@@ -246,31 +268,33 @@ def _recvs_of(known: Iterable[Reached]) -> dict[Node, Collection[int]]:
 
 
 def _plan_apart(sources: Mapping[int, Node]) -> list[Component] | None:
-    """`plan`, if no two sources need to be run together, and `foresee` has found what each of them reaches.
+    """`plan`, if no two sources need to be run together, and no Send reaches more nodes than `foresee` looks at.
 
-    None if that is not so. The roots may reach more than `foresee` looks at.
+    None if that is not so.
     """
     if joint_hooks.are_there():
         return None
     look = node_hooks.are_there()
     seen: set[Node] = set()
     seen_leaves: set[Node] = set()
+    apart: set[Node] = set()  # those that need no sum
     found: list[Component] = []
     for source, start in sources.items():
         reached = getattr(start, "reached", None)
         if reached is None:
-            if source != ROOT:
+            reached = _walk(start) if source == ROOT else _look(start)
+            if reached is None:
                 return None
-            reached = _walk(start)
-        leaves, recvs, nodes, _ = reached  # type: ignore[misc]
+        leaves, recvs, nodes, _ = reached
         if not (seen.isdisjoint(nodes) and seen.isdisjoint(recvs)):
             return None
         seen.update(nodes, recvs)
         if leaves:
             if not seen_leaves.isdisjoint(leaves):
-                for leaf in seen_leaves.intersection(leaves):
+                for leaf in seen_leaves.intersection(leaves).difference(apart):
                     if _wants_one_sum(leaf, look):
                         return None
+                    apart.add(leaf)
             seen_leaves.update(leaves)
         found.append(_alone(source, reached))
     return None if replicas.joint_among(list(map(_variable, seen_leaves))) else found
@@ -281,33 +305,44 @@ def _alone(source: int, reached: Any) -> Component:
     return Component([source], leaves, recvs, size)
 
 
-def _walk(start: Node, most: float = math.inf) -> Reached | None:
+def _walk(start: Node, most: int = _ANY_NUMBER) -> Reached | None:
     """What a source reaches. None if it reaches more than ``most`` nodes besides leaves and Recvs."""
-    leaves: list[Node] = []
-    recvs: dict[Node, set[int]] = {}
     todo: list[Sequence[tuple[Node, int]]] = [((start, 0),)]
     apart = {None}  # what is no inner node
     if type(start) is SendNode:
+        edges = start.next_functions
+        node, output = edges[0]
+        if type(node) in _SINKS and len(edges) == 1:  # often a leaf, or a received tensor, was sent as it was
+            if type(node) is RecvNode:
+                return Reached((), {node: {output}}, _NO_NODES, 2)
+            return Reached((node,), {}, _NO_NODES, 2)
         apart.add(start)
-        todo = [start.next_functions]
+        todo = [edges]
+    leaves: list[Node] = []
+    recvs: dict[Node, set[int]] = {}
     seen = set(apart)
     see, follow = seen.add, todo.append
-    for edges in todo:  # it grows meanwhile
+    for edges in islice(todo, most + 1):  # it grows meanwhile
         for node, output in edges:
             if node not in seen:
                 see(node)
-                kind = type(node)
-                if kind is _AccumulateGrad:
-                    leaves.append(node)
-                elif kind is RecvNode:
+                if type(node) not in _SINKS:
+                    follow(node.next_functions)
+                elif type(node) is RecvNode:
                     recvs[node] = {output}
                 else:
-                    follow(node.next_functions)
+                    leaves.append(node)
             elif node in recvs:
                 recvs[node].add(output)
-        if len(todo) > most:
-            return None
+    if len(todo) > most + 1:
+        return None
     return Reached(leaves, recvs, seen.difference(apart, leaves, recvs), len(seen) - 1)
+
+
+def _look(send: Node) -> Reached | None:
+    """What a Send reaches, kept for later passes. None if it reaches more than a few nodes."""
+    reached = send.reached = _walk(send, _MOST_NODES)
+    return reached
 
 
 def reach(starts: Iterable[Node], seen: set[Any]) -> dict[Node, list[int]]:
@@ -333,7 +368,7 @@ def foresee(node: Node) -> tuple[int, ...] | None:
     during a pass. What the Send reaches is kept for `plan` and `as_one`. Large graphs are not searched: asking costs
     little compared with running them.
     """
-    reached = node.reached = _walk(node, _MOST_NODES)
+    reached = _look(node)
     if reached is None:
         return None
     found: set[int] = set()
@@ -387,8 +422,6 @@ class _Groups:
     def join(self, one: int, other: int) -> None:
         self._parent[self.find(one)] = self.find(other)
 
-    def members(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for source in self._parent:
-            found.setdefault(self.find(source), []).append(source)
-        return found
+    def firsts(self) -> dict[int, int]:
+        """For each source, the one that stands for its set."""
+        return {source: self.find(source) for source in self._parent}

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import nlargest
-from itertools import starmap
+from itertools import repeat
+from operator import add, is_not
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ MOST_SHORTCUTS = 64
 
 
 _OVER = ContextError("the autograd context of this backward pass has been left")
+
+_NONES = repeat(None)
+# `GradientEdge` from a plain tuple, without its Python constructor. Newer versions of torch have more fields.
+_gradient_edge = partial(tuple.__new__, GradientEdge)
+_ENDINGS = repeat((None,) * (len(GradientEdge._fields) - 2))
 
 
 def _here(gradients: Gradients, agent: Agent) -> Gradients:
@@ -142,7 +148,7 @@ class LocalPass:
 
     def _edges(self, source: int) -> Sequence[tuple[Any, int]]:
         """The edges of a source to what its gradients are for."""
-        node: Any = self.output(ROOT).grad_fn if source == ROOT else self.record.sends[source].node
+        node: Any = self.record.sends[source].node if source != ROOT else self.output(ROOT).grad_fn
         return node.next_functions  # type: ignore[no-any-return]
 
     def output(self, source: int) -> torch.Tensor:
@@ -247,19 +253,18 @@ class LocalPass:
         sources = component.sources
         if not component.waits and not joint_hooks.are_there():
             box = self._box
+            values: list[Any] = []
+            edges: list[tuple[Any, ...]] = []
             with self._lock:
                 if self._error is not None:
                     raise fresh(self._error)
-                if len(sources) == 1:
-                    values = box[sources[0]]
-                    edges = self._edges(sources[0])
-                else:
-                    values = [gradient for source in sources for gradient in box[source]]
-                    edges = [edge for source in sources for edge in self._edges(source)]
-                if all(value is not None for value in values):
+                for source in sources:
+                    values += box[source]
+                    edges += self._edges(source)
+                if all(map(is_not, values, _NONES)):
                     for source in sources:
                         del box[source]
-                    return tuple(starmap(GradientEdge, edges)), tuple(values)  # type: ignore[arg-type]
+                    return tuple(map(_gradient_edge, map(add, edges, _ENDINGS))), tuple(values)
         outputs = tuple(map(self.output, sources))
         return outputs, tuple(nothing_on(output.device) for output in outputs)
 

@@ -204,7 +204,7 @@ class Progress:
             leaving = crossing.gradients(tensors)
             tensors, coded = leaving.wired(leaving.tensors)
             message = msgspec.structs.replace(message, coded=coded)
-        if rank == local.starter and rank in local.record.workers():
+        if rank == local.starter and (rank in local.record.heard or rank in local.record.told):
             self.agent.post_awaited(rank, message, tensors)
         else:
             self.agent.post(rank, message, tensors)

@@ -120,14 +120,14 @@ class Recorder:
             record.require_room(len(record.sends) + len(recorded))
         record.told.add(to.id)
         message = source = self._contexts.new_id(len(recorded))
+        tells = self._tells
         made: dict[int, Send] = {}
         for tensor, output in zip(recorded, sends(message, recorded), strict=True):
-            properties = None if self._tells else like(tensor)
-            made[source] = Send(message, to, output.grad_fn, output, tensor.device, properties)
+            made[source] = Send(message, to, output.grad_fn, output, tensor.device, None if tells else like(tensor))
             source += 1
         record.add(made)
         reach: Reach | None = None
-        if self._tells:
+        if tells:
             reach = _foreseen(made.values()) if record.recvs else ()
         return Mark(record.id, message, True, reach), tensors
 

@@ -56,40 +56,45 @@ class Parcel:
         self.to = to
         self.sources: list[int] = []
         self.absent: set[int] = set()
-        """Those of the sources that get no gradient."""
+        """The places of those of the sources that get no gradient."""
         self.tensors: list[torch.Tensor] = []
         self.shortcuts: tuple[Shortcut, ...] = ()
         self.nbytes = 0
 
-    def add_all(self, first: int, outputs: Collection[int], gradients: Sequence[torch.Tensor | None]) -> Sequence[int]:
+    def add_outputs(
+        self, first: int, outputs: Collection[int], gradients: Sequence[torch.Tensor | None]
+    ) -> Sequence[int]:
         """Add the gradients of these outputs of a Recv, whose first tensor is ``first``. Returns their sources."""
-        if len(gradients) == 1:
-            self.add(first, gradients[0])
-            return (first,)
-        for output in sorted(outputs):
-            self.add(first + output, gradients[output])
-        return [first + output for output in sorted(outputs)]
+        sources: Sequence[int] = range(first, first + len(gradients))
+        if len(outputs) != len(gradients):
+            places = sorted(outputs)
+            sources = [sources[place] for place in places]
+            gradients = [gradients[place] for place in places]
+        self.add(sources, gradients)
+        return sources
 
-    def add(self, source: int, gradient: torch.Tensor | None) -> None:
-        self.sources.append(source)
-        if gradient is None:
-            self.absent.add(source)
-            return
-        if type(gradient) is not torch.Tensor:
-            gradient = plain(gradient)
-        if gradient.layout is _strided:
-            size = gradient.nbytes
-            if size <= _SMALL and not gradient.is_contiguous():
-                # The gradient of a sum, for example, is one expanded number. Describing its strides costs more.
-                gradient = gradient.contiguous()
-            self.nbytes += size
-        self.tensors.append(gradient)
+    def add(self, sources: Iterable[int], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradient of each of these sources."""
+        self.sources += sources
+        for gradient in gradients:
+            if gradient is None:
+                self.absent.add(len(self.tensors) + len(self.absent))
+                continue
+            if type(gradient) is not torch.Tensor:
+                gradient = plain(gradient)
+            if gradient.layout is _strided:
+                size = gradient.nbytes
+                if size <= _SMALL and not gradient.is_contiguous():
+                    # The gradient of a sum, for example, is one expanded number. Describing its strides costs more.
+                    gradient = gradient.contiguous()
+                self.nbytes += size
+            self.tensors.append(gradient)
 
     def message(self, backward: Pass, consumed: tuple[int, ...] = (), emitted: tuple[int, ...] = ()) -> Gradients:
         sources, absent = self.sources, self.absent
         places: Iterable[int] = range(len(sources))
         if absent:
-            places = [place for place in places if sources[place] not in absent]
+            places = [place for place in places if place not in absent]
         return Gradients(backward, tuple(sources), tuple(places), consumed, emitted, (), self.shortcuts)
 
 
@@ -240,24 +245,24 @@ class EngineRun:
         if to is None:
             self._keep(first, gradients[0])
             return
-        self.local.giving_to(to.id)
+        rank = to.id
+        self.local.giving_to(rank)
         held = self._held
         if held is None:
             parcel = Parcel(to)
-            parcel.add_all(first, outputs, gradients)
-            self.emitted += parcel.sources
+            self.emitted += parcel.add_outputs(first, outputs, gradients)
             self._note_streams()
             self._post(parcel, recv)
             return
         with held.lock:
-            before = held.parcels.get(to.id)
-            parcel = before or held.parcels.setdefault(to.id, Parcel(to))
-            self.emitted += parcel.add_all(first, outputs, gradients)
+            before = held.parcels.get(rank)
+            parcel = before or held.parcels.setdefault(rank, Parcel(to))
+            self.emitted += parcel.add_outputs(first, outputs, gradients)
             self._note_streams()
-            held.left[to.id] -= 1
-            full = not held.left[to.id] or parcel.nbytes > held.most
+            left = held.left[rank] = held.left[rank] - 1
+            full = not left or parcel.nbytes > held.most
             if full:
-                del held.parcels[to.id]
+                del held.parcels[rank]
         if full:
             self._post(parcel)
         elif before is None:

@@ -151,7 +151,7 @@ class Runner:
                 parcel = parcels[to.id] = Parcel(to)
                 if local.shortcuts and to.id != local.starter:
                     parcel.shortcuts = local.onward(component.sources[0], recv if len(passed) == 1 else None)
-            parcel.add(source, gradient)
+            parcel.add((source,), (gradient,))
         if len(parcels) == 1 and not mine:
             return Outcome(emitted, parcel)  # it takes the report along
         if parcels and self._agent.devices is not None:
@@ -228,6 +228,8 @@ class Runner:
 
     def _tick(self) -> bool:
         """Send gradients that were held for more than a tick. The watch thread calls this."""
+        if not self._holding:
+            return False
         for run in list(self._holding):
             run.ticks += 1
             if run.ticks > 1:

@@ -14,12 +14,16 @@ The starter of a pass need not ask if the messages that the roots depend on say 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, KeysView, Mapping
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
 
 from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import SMALL, Component, Node, as_one, plan, reach, together
+
+_node = attrgetter("node")
+_message = attrgetter("message")
 
 
 class Candidate(Protocol):
@@ -75,7 +79,7 @@ class Schedule:
         ``find`` returns the `Source` of one that is not a candidate yet.
         """
         if not self._planned:
-            if len(sources) > 1 and self._sources.keys() == set(sources):
+            if 0 < len(sources) == len(self._sources) and self._sources.keys() == set(sources):
                 component = self._as_one()
                 if component is not None:
                     return [component]
@@ -96,14 +100,18 @@ class Schedule:
                     return []
                 component.started = True
                 return [component]
-        self._messages.update(self._sources[source].message for source in sources)
         found: list[Component] = []
         unclear = False
-        for component in dict.fromkeys(self._component[source] for source in sources):
+        self._messages.update(map(_message, map(self._sources.__getitem__, sources)))
+        for component in dict.fromkeys(map(self._component.__getitem__, sources)):
             if component.started:  # otherwise each gradient would cost a walk over all sources of its run
                 continue
+            if self._arrived.issuperset(component.sources):
+                component.started = True
+                found.append(component)
+                continue
             missing = [source for source in component.sources if source not in self._arrived]
-            if self._resolved or not missing:
+            if self._resolved:
                 found += self._start(component)
             elif not all(self._sources[source].message in self._messages for source in missing):
                 unclear = True
@@ -119,13 +127,17 @@ class Schedule:
         return self._merged(found)
 
     def _as_one(self) -> Component | None:
-        """All candidates as one component to run now, since all gradients arrived at once. None if it is large."""
-        component = as_one({source: found.node for source, found in self._sources.items()})
+        """All candidates as one component to run now, since all gradients arrived at once.
+
+        None if there are several and the component would be large.
+        """
+        nodes = dict(zip(self._sources, map(_node, self._sources.values()), strict=True))
+        component = plan(nodes)[0] if len(nodes) == 1 else as_one(nodes)
         if component is not None:
             self._planned = component.started = True
             self._component = dict.fromkeys(self._sources, component)
             self._arrived.update(self._sources)
-            self._messages.update(found.message for found in self._sources.values())
+            self._messages.update(map(_message, self._sources.values()))
         return component
 
     def _foreseen(self) -> set[int] | None:
@@ -207,7 +219,8 @@ class Schedule:
         return [
             (source, next(iter(component.recvs)))
             for source, component in self._component.items()
-            if len(component.sources) == len(component.recvs) == 1 and not component.leaves and source != ROOT
+            if component.recvs and not component.leaves
+            if len(component.sources) == len(component.recvs) == 1 and source != ROOT
         ]
 
     def _start(self, component: Component) -> list[Component]:

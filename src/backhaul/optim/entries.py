@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ OF_PARAMETERS = frozenset({"params", "param_names"})
 """The keys of a group that list its parameters, and are not entries."""
 
 _NOTHING = object()
+_NEVER = repeat(_NOTHING)
 
 
 def entries_of(group: Mapping[str, Any]) -> Entries:
@@ -25,6 +28,9 @@ def entries_of(group: Mapping[str, Any]) -> Entries:
 
 def change(known: Entries, group: Mapping[str, Any]) -> Change | None:
     """The change that turns ``known`` into the group's entries; None if they are the same."""
+    same_objects = sum(map(is_, map(known.get, group, _NEVER), group.values()))
+    if same_objects == len(known) == len(group) - ("params" in group) - ("param_names" in group):
+        return None
     new: Entries = {}
     for name, value in group.items():
         before = known.get(name, _NOTHING)
@@ -48,8 +54,11 @@ def copied(value: Any) -> Any:
     """A copy of the value, with copies of its tensors and containers."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
+    if type(value) is list:
+        return list(map(copied, value))
+    if type(value) is tuple:
+        items = tuple(map(copied, value))
+        return value if all(map(is_, items, value)) else items  # `change` is quick if the objects are the same
     if type(value) is dict:
         return {key: copied(item) for key, item in value.items()}
     return value

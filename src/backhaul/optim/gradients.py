@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
 
 import torch
 
@@ -10,6 +12,9 @@ from backhaul import current_worker
 from backhaul.devices.streams import use
 
 Gradients = Sequence[torch.Tensor | None]
+
+_grad = attrgetter("grad")
+_NONES = repeat(None)
 
 
 def require(context_id: int | None) -> None:
@@ -30,7 +35,7 @@ def gradients_of(params: Sequence[torch.Tensor], context_id: int | None) -> list
         use([gradient for gradient in found if gradient is not None])
         return found
     kept = current_worker.get().autograd.gradients_here(context_id)
-    return [kept.get(param) for param in params]
+    return list(map(kept.get, params))
 
 
 def replace(params: Sequence[torch.Tensor], gradients: Gradients, context_id: int) -> None:
@@ -51,29 +56,25 @@ class as_grad:
     def __init__(self, params: Sequence[torch.Tensor], context_id: int | None) -> None:
         self._params = params
         self._context_id = context_id
-        self._before: list[torch.Tensor | None] = []
+        self._before: Gradients = ()
 
     def __enter__(self) -> bool:
         if self._context_id is None:
             return True
         given = gradients_of(self._params, self._context_id)
-        before = self._before
-        found = False
+        self._before = list(map(_grad, self._params))
         try:
             for param, gradient in zip(self._params, given, strict=True):
-                before.append(param.grad)
                 param.grad = gradient
-                if gradient is not None:
-                    found = True
         except BaseException:
             self.__exit__()
             raise
-        return found
+        return any(map(is_not, given, _NONES))
 
     def __exit__(self, *_: object) -> None:
         if self._context_id is None:
             return
-        for param, gradient in zip(self._params, self._before):  # noqa: B905 an error may have cut it short
+        for param, gradient in zip(self._params, self._before, strict=True):
             param.grad = gradient
 
 

@@ -155,8 +155,13 @@ class LocalOptimizer:
         with self._claimed():
             if changes:
                 self._apply(changes)
-            with torch.set_grad_enabled(with_grad), gradients.as_grad(self.params, context_id) as found:
-                steps.quickest(self.optimizer)()
+            before = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(with_grad)
+            try:
+                with gradients.as_grad(self.params, context_id) as found:
+                    steps.quickest(self.optimizer)()
+            finally:
+                torch._C._set_grad_enabled(before)
             return self._news() or (None if found else False)
 
     def _apply(self, changes: Changes) -> None:
