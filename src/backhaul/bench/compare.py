@@ -101,7 +101,7 @@ def _without(*names: str) -> tuple[str, ...]:
 FULL = Plan(rounds=25, seconds=300.0, times=Times(start_ups=3, rests=2, launches=1, idle_seconds=10.0))
 QUICK = Plan(
     rounds=5,
-    seconds=40.0,
+    seconds=100.0,  # a round takes some 15 s; the medians of one or two rounds would say little
     times=Times(start_ups=2, rests=1, launches=1, idle_seconds=3.0),
     share=0.3,
     names=_without("echo 256 MiB"),
