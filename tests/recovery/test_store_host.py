@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
 import time
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from backhaul import rpc
 from crew import Hand
@@ -28,6 +30,24 @@ def join(where: dict[str, Any]) -> float:
     began = time.monotonic()
     rpc.init_rpc(**where)
     return time.monotonic() - began
+
+
+def test_a_worker_that_waits_for_others_says_that_the_store_is_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    hands = [Hand(None, None) for _ in range(2)]
+    try:
+        for rank, hand in enumerate(hands):
+            hand.await_start()
+            joining = hand.start(join, place(f"tcp://127.0.0.1:{port}", rank, 3))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=WITHIN))
+        store.wait(["backhaul/1/member/1"])
+        hands[0].kill()
+        with pytest.raises(rpc.WorkerLostError, match=r"store was lost before all workers had joined: .*\(rank 0"):
+            joining.result(WITHIN)
+    finally:
+        for hand in hands:
+            hand.close()
 
 
 @pytest.mark.slow

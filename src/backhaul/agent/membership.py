@@ -34,7 +34,14 @@ import msgspec
 from backhaul.agent.exits import awaited_at_exit
 from backhaul.agent.member import ENDED, Member, decoded, encoded
 from backhaul.devices.maps import Devices
-from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
+from backhaul.errors import (
+    BackhaulError,
+    MisuseError,
+    OptionError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Addresses
 
@@ -101,9 +108,29 @@ class Membership:
 
         ``check`` is called now and then during the wait, and raises if further waiting is pointless.
 
-        Raises `OptionError` if the name or the rank is taken, `MisuseError` if the store has other contents, and
-        `RpcTimeoutError` with the ranks that did not join in time.
+        Raises `OptionError` if the name or the rank is taken, `MisuseError` if the store has other contents,
+        `RpcTimeoutError` with the ranks that did not join in time, and `WorkerLostError` if the store is lost.
         """
+        try:
+            return self._enter(name, rank, addresses, deadline, check, devices)
+        except BackhaulError:
+            raise
+        except RuntimeError as error:
+            raise WorkerLostError(
+                "the group's store was lost before all workers had joined: the process that hosts it (rank 0, unless a "
+                "launcher does) has ended or is unreachable; start the group again. The store's error: "
+                + str(error).partition("\n")[0]  # C++ frames follow
+            ) from error
+
+    def _enter(
+        self,
+        name: str | None,
+        rank: int | None,
+        addresses: Addresses,
+        deadline: float,
+        check: Callable[[], None],
+        devices: Devices,
+    ) -> WorkerInfo:
         self.group = self._join_group()
         if self.world_size is None:
             rank = self._take_id(rank)
