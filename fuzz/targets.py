@@ -24,7 +24,7 @@ import msgspec
 import torch
 from reference_scripts import play
 
-from backhaul.devices import segments as devices
+from backhaul.devices import pages
 from backhaul.edges.compression import expanded
 from backhaul.errors import AuthenticationError, MisuseError, ProtocolError, UnsendableError
 from backhaul.security import handshake
@@ -141,10 +141,10 @@ def _segments() -> Borrowing:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         borrowing.add([descriptor])
     page = os.memfd_create("fuzz", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(page, devices.PAGE)
-    fcntl.fcntl(page, fcntl.F_ADD_SEALS, devices._SEALS)
-    fields = devices._FIELDS.pack(devices.MAGIC, _SEGMENT, bytes(64), bytes(64), bytes(40), 1, bytes(16))
-    os.pwrite(page, fields, devices._FIELDS_AT)
+    os.ftruncate(page, pages.PAGE)
+    fcntl.fcntl(page, fcntl.F_ADD_SEALS, pages.SEALS)
+    fields = pages.FIELDS.pack(pages.MAGIC, _SEGMENT, bytes(64), bytes(64), bytes(40), 1, bytes(16))
+    os.pwrite(page, fields, pages.FIELDS_AT)
     borrowing.add([page, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)])
     return borrowing
 

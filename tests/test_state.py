@@ -184,7 +184,8 @@ ALLOWED = {
         launch.main_module:_role launch.members:beginning trust.exposure:registry
     """,
     "It is a cache on which no result depends, or it never changes.": """
-        autograd.functions:_LiftNode seeing.guest:_codec transport.segments:_libc wire.callables:_hints
+        autograd.functions:_LiftNode autograd.local_pass:_gradient_edge seeing.guest:_codec transport.segments:_libc
+        wire.callables:_hints
         wire.decoder:_decoders wire.headers:_alone wire.headers:_made wire.headers:singles wire.headers:_parsed
         wire.headers:_parsed_bytes wire.lanes:_decoders wire.shards:_meshes wire.tensors:_tables
     """,
