@@ -58,7 +58,7 @@ class Progress:
         if devices is None:
             self._run_and_report(local, component)
             if local.record.has_left:
-                self._runner.settle(local)
+                self._runner.store_left(local)
             return
         listener = local.listener
         if listener is None or not listener.is_mine():

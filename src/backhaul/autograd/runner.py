@@ -250,7 +250,7 @@ class Runner:
     def _store(self, local: LocalPass, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
         """Put the gradients of a run into the context.
 
-        If other workers wait for the report, which follows, they are only left there: see `settle`.
+        If other workers wait for the report, which follows, they are only left there: see `store_left`.
         """
         if any(map(_hooks_after, leaves)):
             captured = gradients.run_hooks(leaves, captured, local.require_going)
@@ -271,7 +271,7 @@ class Runner:
         if self._observers:
             self._observers.emit(Stored(backward=local.backward.id))
 
-    def settle(self, local: LocalPass) -> None:
+    def store_left(self, local: LocalPass) -> None:
         """Store the gradients that runs have left."""
         record = local.record
         with record.lock:
