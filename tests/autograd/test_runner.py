@@ -79,7 +79,7 @@ def test_gradients_for_other_workers_leave_before_those_of_leaves_are_stored() -
 
 def test_a_reader_stores_the_gradients_that_a_run_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker that reads them has the report. The thread of the run may not have come to store them."""
-    monkeypatch.setattr(Runner, "settle", lambda self, local: None)
+    monkeypatch.setattr(Runner, "store_left", lambda self, local: None)
     with InProcessCluster(2) as workers, workers[0].as_current(), dist_autograd.context() as context_id:
         for total in (1, 2, 3):
             x = torch.ones(2, requires_grad=True)
