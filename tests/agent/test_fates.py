@@ -15,8 +15,11 @@ import torch
 
 from backhaul import autograd, rpc
 from backhaul.agent.observing import Event, Over, Present, Suspected
+from backhaul.agent.serving import Served
 from backhaul.options import RpcOptions
+from backhaul.security.handshake import Hello
 from backhaul.testing import Faults, InProcessCluster
+from backhaul.transport.base import Channel
 from backhaul.wire.messages import Goodbye
 from backhaul.worker import Worker
 
@@ -310,6 +313,36 @@ def test_a_goodbye_is_known_before_the_end_of_its_connection(caplog: pytest.LogC
         seen.wait_for(Over, "worker1")
         assert [getattr(event, "reason", event) for event in seen.events] == ["it has left the group"]
     assert not [record for record in caplog.records if "cannot be reached" in record.getMessage()]
+
+
+def test_a_connection_that_is_let_in_while_its_worker_closes_gets_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that lets the connection in finds that the worker closes before `close` itself says goodbye."""
+    closing, welcomed = threading.Event(), threading.Event()
+    with InProcessCluster(2, sockets=True) as workers, workers[0].as_current():
+        agent = workers[1].agent
+        welcome, add, close = agent._reception._welcome, agent.serving.add, agent._reception.door.close
+
+        def add_and_wait(line: Served) -> None:
+            add(line)
+            assert closing.wait(10)
+
+        def close_after_the_welcome() -> None:
+            closing.set()
+            assert welcomed.wait(10)
+            close()
+
+        def welcome_noted(channel: Channel, hello: Hello) -> None:
+            welcome(channel, hello)
+            welcomed.set()
+
+        monkeypatch.setattr(agent._reception, "_welcome", welcome_noted)
+        monkeypatch.setattr(agent.serving, "add", add_and_wait)
+        monkeypatch.setattr(agent._reception.door, "close", close_after_the_welcome)
+        rpc.rpc_sync("worker1", int)
+        seen = Seen(workers[0])
+        workers[1].shutdown(graceful=False)
+        seen.wait_for(Over, "worker1")
+        assert [getattr(event, "reason", event) for event in seen.events] == ["it has left the group"]
 
 
 def test_a_goodbye_that_comes_during_an_examination_counts(caplog: pytest.LogCaptureFixture) -> None:

@@ -92,4 +92,6 @@ class Reception:
             self._agent.observers.emit(LinkUp(peer=hello.name, served=True))
         self._agent.serving.add(served)
         if self._agent.closed.is_set():
+            # Requests may have been served already, so the peer must not take this for a death.
+            served.say_goodbye()
             served.shutdown()
