@@ -315,6 +315,13 @@ def join_both(method: str, addresses: Addresses = NOWHERE) -> list[Membership]:
     return members
 
 
+def join_both_again(method: str, there: Addresses) -> list[Membership]:
+    """The two members of a group that is not the first one in its store."""
+    for member in join_both(method, there):
+        member.leave(ended=True)
+    return join_both(method, there)
+
+
 @pytest.mark.parametrize("how", ["shut down", "left", "died"])
 def test_a_group_that_meets_again_in_the_same_store_gets_a_part_of_its_own(tmp_path: Path, how: str) -> None:
     method = f"file://{tmp_path}/point"
@@ -546,10 +553,7 @@ def test_rank_0_comes_again_to_a_store_that_was_taken_over() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = Addresses(tcp=server.getsockname())
-        first, second = join_both(method, there)
-        first.leave(ended=True)
-        second.leave(ended=True)
-        first, second = join_both(method, there)  # not the first part of that store
+        first, second = join_both_again(method, there)
         group = first.group
         del first
         second.check_store()
@@ -565,10 +569,7 @@ def test_a_restarted_rank_0_waits_for_the_group_that_goes_on_elsewhere(monkeypat
     method = f"tcp://127.0.0.1:{port}"
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as other_machine:
         there = Addresses(tcp=server.getsockname())
-        first, second = join_both(method, there)
-        first.leave(ended=True)
-        second.leave(ended=True)
-        first, second = join_both(method, there)  # not the first part of that store
+        first, second = join_both_again(method, there)
         group = first.group
         del first
         monkeypatch.setenv("BACKHAUL_RESTARTS", "1")
