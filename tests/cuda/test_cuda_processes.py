@@ -6,10 +6,13 @@ The test of memory measures all processes, so no other program may use the GPU m
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from backhaul import rpc
@@ -21,6 +24,12 @@ from crew import Crew
 
 GPU = torch.device("cuda", 0)
 GIB = 1 << 30
+
+_CLONE_NEWNS = 0x00020000
+_CLONE_NEWIPC = 0x08000000
+_CLONE_NEWPID = 0x20000000
+_MS_REC_PRIVATE = 0x4000 | 0x40000
+_PR_SET_PDEATHSIG = 1
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -44,6 +53,49 @@ def fork_between_calls() -> int:
 def test_a_process_that_forks_keeps_its_segments() -> None:
     with Crew(2, device_maps="same") as crew:
         assert crew[0].run(fork_between_calls) == 0
+
+
+def enter_a_container() -> None:
+    """Go on as process 1 of new namespaces, like a container's: of processes, of mounts, and of System V memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *args: object) -> None:
+        if getattr(libc, name)(*args) != 0:
+            raise OSError(ctypes.get_errno(), name)
+
+    call("unshare", _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID)
+    child = os.fork()
+    if child:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+    call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
+    call("mount", b"none", b"/", None, _MS_REC_PRIVATE, None)
+    call("mount", b"proc", b"/proc", b"proc", 0, None)
+
+
+def join_from_a_container(rank: int, init_method: str) -> int:
+    enter_a_container()
+    options = rpc.RpcOptions(init_method=init_method, device_maps="same")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    return os.getpid()
+
+
+def send_in_device_memory(to: str) -> int:
+    """The number of bytes that went in device memory."""
+    for number in range(3):
+        x = torch.full((1 << 20,), float(number), device=GPU)
+        assert torch.equal(rpc.rpc_sync(to, double, args=(x,)), x * 2)
+    (peer,) = [each for each in rpc.debug_info()["peers"] if each["name"] == to]
+    sent: int = peer["bytes"].get("device", {"sent": 0})["sent"]
+    return sent
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
+def test_workers_in_two_containers_share_device_memory() -> None:
+    with Crew(2, group=False) as crew:
+        joins = [hand.start(join_from_a_container, rank, crew.init_method) for rank, hand in enumerate(crew)]
+        assert [each.result(100) for each in joins] == [1, 1]
+        assert crew[0].run(send_in_device_memory, "worker1") == 2 * 4 << 20
+        assert crew[1].run(send_in_device_memory, "worker0") >= 2 * 4 << 20
 
 
 def used() -> float:
