@@ -18,6 +18,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from backhaul.devices.driver import record_use
+
 DTYPES = {"d": torch.float64, "f": torch.float32, "h": torch.bfloat16, "z": torch.complex128}
 SHAPES: dict[str, tuple[int, ...]] = {"m": (3, 3), "v": (3,), "s": (), "e": (5, 3)}
 NUMBERS = 1000
@@ -89,7 +91,7 @@ def run_disturbed(operation: Operation, number: int, values: Sequence[Any]) -> A
     for stream, used in ((other, values), (here, result)):
         for each in tree_leaves(used):
             if isinstance(each, Tensor) and each.is_cuda and not each.is_sparse:
-                each.record_stream(stream)
+                record_use(each, stream)
     return result
 
 

@@ -126,3 +126,15 @@ def test_a_failure_is_reported(cuda: FakeCuda, stream: int, monkeypatch: pytest.
     with pytest.raises(driver.DriverError, match="recording an event: 700"):
         driver.record(1, stream)
     assert cuda.device == 0
+
+
+def test_the_use_of_a_tensor_is_recorded_on_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would record the use of a copy of a tensor that is conjugated or negated lazily, and damage its heap."""
+    recorded: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
+    x = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+    stream: Any = object()
+    for each in (x, x.conj(), x.conj().imag):
+        driver.record_use(each, stream)
+    assert [each.is_conj() or each.is_neg() for each in recorded] == [False] * 3
+    assert {each.untyped_storage().data_ptr() for each in recorded} == {x.untyped_storage().data_ptr()}

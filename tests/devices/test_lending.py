@@ -36,6 +36,11 @@ class _Memory:
     def record_stream(self, stream: Any) -> None:
         pass
 
+    def is_conj(self) -> bool:
+        return False
+
+    is_neg = is_conj
+
     def data_ptr(self) -> int:
         return 0
 

@@ -83,6 +83,11 @@ class _Tensor:
     def record_stream(self, stream: object) -> None:
         pass
 
+    def is_conj(self) -> bool:
+        return False
+
+    is_neg = is_conj
+
     def data_ptr(self) -> int:
         return 0
 

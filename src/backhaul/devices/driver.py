@@ -184,6 +184,17 @@ def torch_stream(device: int) -> torch.cuda.Stream:
     return _stream(current_key(device))
 
 
+def record_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """As ``tensor.record_stream(stream)``: torch will not reuse the memory before the stream has done its work.
+
+    For a tensor that is conjugated or negated lazily, torch (2.11 at least) records the use of a copy, and then writes
+    to memory that is not its own: the heap is damaged.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    tensor.record_stream(stream)
+
+
 def _stream(key: Key) -> torch.cuda.Stream:
     found = _streams.get(key)
     if found is None:

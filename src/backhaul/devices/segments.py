@@ -114,7 +114,7 @@ class DeviceLending:
             segment.used_at = time.monotonic()
         try:
             # The message may drop the last reference to the tensor before the copy begins.
-            memory.record_stream(driver.torch_stream(device))
+            driver.record_use(memory, driver.torch_stream(device))
             segment.outgoing.fill(memory.data_ptr(), size, driver.current_stream(device))
         except BaseException:
             self._give_up(segment)

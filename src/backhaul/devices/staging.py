@@ -92,7 +92,7 @@ class _ToHost:
         device = memory.get_device()
         stream = driver.current_stream(device)
         # The message may drop the last reference to the tensor before the copy begins.
-        memory.record_stream(driver.torch_stream(device))
+        driver.record_use(memory, driver.torch_stream(device))
         take, give_back = partial(_event, device), _spare.setdefault(device, []).append
         self.copy = HostCopy(driver, self.host.data_ptr(), memory.data_ptr(), size, stream, take, give_back)
 

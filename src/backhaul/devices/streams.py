@@ -53,10 +53,10 @@ def use(tensors: Sequence[torch.Tensor]) -> None:
         if tensor.is_cuda:
             stream = driver.torch_stream(tensor.get_device())
             if tensor.layout is torch.strided:
-                tensor.record_stream(stream)
+                driver.record_use(tensor, stream)
             elif tensor.layout is torch.sparse_coo:
                 for part in (tensor._indices(), tensor._values()):
-                    part.record_stream(stream)
+                    driver.record_use(part, stream)
 
 
 _in_use: set[int] = set()
