@@ -6,6 +6,7 @@ another worker is a clone: the receiver may change it in place, and the graph co
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -191,6 +192,8 @@ class Site:
                 else:
                     result = OPERATIONS[operation].run(number, *given)
                 values.update(zip(outs, undress(result), strict=True))
+                if OPERATIONS[operation].in_place:
+                    self._renew_views()
             case Load(out, key):
                 values[out] = self.place.values[key]
             case Keep(name, key):
@@ -212,6 +215,17 @@ class Site:
                 if values[name].requires_grad:
                     values[name].retain_grad()
                     self.place.retained[name] = values[name]
+
+    def _renew_views(self) -> None:
+        """Let torch make the ``grad_fn`` of views anew after a change in place.
+
+        Otherwise it does so when they are used next, with a lock. Two threads that use a view then, one of them in a
+        custom function, may wait for each other for ever.
+        """
+        for each in (*self.values.values(), *self.place.values.values()):
+            if isinstance(each, Tensor) and each._is_view():
+                with contextlib.suppress(RuntimeError):  # one of several views that an operation has made
+                    each.grad_fn  # noqa: B018
 
     def roots(self, which: Pass) -> tuple[list[Any], list[Tensor | None]]:
         """The roots of a pass and their gradients."""

@@ -183,7 +183,7 @@ class Opened:
             with self._lock:
                 self._open()
         except Exception as error:
-            reason = str(error.__cause__ or error).encode("utf-8", "replace")[:_LONGEST_REASON]
+            reason = first_line(error.__cause__ or error).encode("utf-8", "replace")[:_LONGEST_REASON]
             self.page[_REASON_AT : _REASON_AT + 2] = len(reason).to_bytes(2, "little")
             self.page[_REASON_AT + 2 : _REASON_AT + 2 + len(reason)] = reason
             self.page[3] = FAILED
@@ -240,6 +240,11 @@ class Opened:
 
     def __del__(self) -> None:
         self._close()
+
+
+def first_line(error: BaseException) -> str:
+    """The message of an error. To those of CUDA, torch adds lines with general advice."""
+    return str(error).partition("\n")[0]
 
 
 def _empty_on(device: int, size: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 
 from backhaul.devices import driver
 from backhaul.devices.driver import DriverError, NoMemory
-from backhaul.devices.pages import FIELDS_AT, MAGIC, OPENED, PAGE, SEALS, Opened, Segment
+from backhaul.devices.pages import FIELDS_AT, MAGIC, OPENED, PAGE, SEALS, Opened, Segment, first_line
 from backhaul.errors import ProtocolError
 
 _MOST = 32
@@ -194,7 +194,8 @@ class DeviceLending:
             return None
         except (DriverError, RuntimeError, OSError) as error:
             self._impossible = True
-            self._warn(f"tensors on GPUs go through host memory, because device memory cannot be shared: {error}")
+            reason = first_line(error)
+            self._warn(f"tensors on GPUs go through host memory, because device memory cannot be shared: {reason}")
             return None
         self._count += 1
         return segment
