@@ -26,10 +26,10 @@ MIB = 1 << 20
 
 
 def used() -> tuple[float, float]:
-    """The MiB of host memory and of GPU memory that this process uses."""
+    """The MiB of host memory that this process uses, and of GPU memory that its tensors have."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     torch.cuda.synchronize()
-    return pages * 4096 / MIB, torch.cuda.memory_reserved() / MIB
+    return pages * 4096 / MIB, torch.cuda.memory_allocated() / MIB
 
 
 def used_of_device() -> float:
@@ -61,5 +61,7 @@ def test_10_000_steps() -> None:
         quarters = crew[0].run(train, STEPS, timeout=500)
     print(*quarters, sep="\n")
     names = "host here", "GPU here", "host there", "GPU there", "GPU of all"
-    for name, first, last in zip(names, quarters[0], quarters[-1], strict=True):
-        assert last <= first * 1.02 + 8, f"{name}: {first:.0f} MiB after a quarter, {last:.0f} MiB at the end"
+    # Torch's allocator takes a block of 20 MiB when a stream is late with another one, and keeps it.
+    spare = 8, 1, 8, 1, 64
+    for name, first, last, more in zip(names, quarters[0], quarters[-1], spare, strict=True):
+        assert last <= first * 1.02 + more, f"{name}: {first:.1f} MiB after a quarter, {last:.1f} MiB at the end"
