@@ -349,7 +349,7 @@ class RpcOptions:
     quotas: Quotas | None = None
     device_maps: DeviceMaps = None
     device_pool_bytes: int = 1 << 30
-    devices: Sequence[int] = ()
+    devices: Sequence[Any] = ()
     metrics_port: int | None = None
     tracing: bool = False
     edges: Mapping[str, Edge] | None = None

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="this machine has no GPU; `make cuda` runs these on one that has"))
 
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "device segments": {"sockets": True},
     "sockets": {"sockets": True, "pool": 0},
     "messages": {"sockets": False},
@@ -36,7 +36,7 @@ WAYS = {
 @pytest.fixture(params=WAYS)
 def pair(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
     """Two workers of this process: with segments of device memory, with sockets alone, and with plain messages."""
-    way: dict[str, Any] = dict(WAYS[request.param])
+    way = dict(WAYS[request.param])
     pool = {"device_pool_bytes": way.pop("pool")} if "pool" in way else {}
     with InProcessCluster(2, options=RpcOptions(device_maps="same", **pool), **way) as workers:
         if request.param == "device segments":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -55,7 +57,7 @@ def test_cpu_and_gpu_in_one_graph_with_a_gate(pair: InProcessCluster) -> None:
     x = torch.randn(8, 64, device=GPU, requires_grad=True)
     c = torch.randn(8, 64, requires_grad=True)
 
-    def compute(double, add):  # type: ignore[no-untyped-def]
+    def compute(double: Any, add: Any) -> Any:
         u, v = double(x), double(c)
         w = add(u, v.cuda())
         y = u * w + v.cuda()
@@ -99,6 +101,6 @@ def test_hooks_on_a_tensor_that_is_sent_on(pair: InProcessCluster) -> None:
     with pair[0].as_current(), dist_autograd.context() as context:
         v = rpc.rpc_sync("worker1", double, args=(x,))
         w = rpc.rpc_sync("worker1", double, args=(v,))
-        v.register_hook(lambda gradient: gradient * 10)
+        v.register_hook(lambda gradient: gradient * 10)  # type: ignore[no-untyped-call]
         dist_autograd.backward(context, [w.sum()])
         assert dist_autograd.get_gradients(context)[x].tolist() == [40, 40, 40]

@@ -94,7 +94,7 @@ def test_several_large_tensors_in_one_message(pair: InProcessCluster) -> None:
     with pair[0].as_current():
         # One of them is on the CPU, in memory of the user.
         given = [late(xs[0]), torch.arange(LARGE), xs[1], late(xs[2])]
-        found = rpc.rpc_sync("worker1", list, args=(given,))
+        found: list[Tensor] = rpc.rpc_sync("worker1", list, args=(given,))
     assert [each.device.type for each in found] == ["cuda", "cpu", "cuda", "cuda"]
     assert torch.equal(found[1], torch.arange(LARGE))
     for value, expected in ((found[0], xs[0] + 1), (found[2], xs[1]), (found[3], xs[2] + 1)):

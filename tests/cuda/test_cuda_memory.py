@@ -44,7 +44,7 @@ def train(steps: int) -> list[tuple[float, ...]]:
     near = nn.Linear(64, 64).cuda()
     params = [*remote.remote_parameters(), *(rpc.RRef(each) for each in near.parameters())]
     optimizer = DistributedOptimizer(torch.optim.SGD, params, lr=1e-4)
-    found = []
+    found: list[tuple[float, ...]] = []
     for step in range(steps):
         x = torch.randn(16 + step % 7, 64, device="cuda")
         with dist_autograd.context() as context:

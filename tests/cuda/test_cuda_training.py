@@ -103,6 +103,7 @@ def test_a_scaler_clipping_and_autocast(workers: InProcessCluster) -> None:
     twins = Twins()
     theirs = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
     ours = torch.optim.SGD(twins.alone.parameters(), lr=0.1)
+    mine: Any
     mine, its = (kind("cuda", init_scale=2.0**10, growth_interval=2) for kind in (GradScaler, torch.amp.GradScaler))
     for number in range(6):
         factor = math.inf if number == 3 else 1.0

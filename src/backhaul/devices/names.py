@@ -12,7 +12,8 @@ CPU = "cpu"
 DeviceMap = dict[str, str]
 """Maps devices of one worker to devices of another, both by name: ``cpu`` or ``cuda:1``."""
 
-DeviceMaps = dict[str, DeviceMap] | Literal["same"] | None
+DeviceMaps = Mapping[str, Mapping[Any, Any]] | Literal["same"] | None
+"""The option: for each worker a device map, whose devices may be given in any way that `name_of` accepts."""
 
 
 def name_of(device: Any) -> str:

@@ -59,7 +59,7 @@ class RemoteModule(Spread):
     def __init__(
         self,
         remote_device: str,
-        module_cls: Callable[..., nn.Module],
+        module_cls: Callable[..., Any],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
