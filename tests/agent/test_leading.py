@@ -12,7 +12,7 @@ import pytest
 
 from awaiting import await_events
 from backhaul import rpc
-from backhaul.agent.leading import Lead, Pace, slow_seconds
+from backhaul.agent.leading import Lead, Pace
 from backhaul.agent.link_state import LinkState
 from backhaul.agent.role import Role
 from backhaul.agent.serving import Served
@@ -97,10 +97,6 @@ def ask_to_block() -> str:
 
 
 # The pace, without workers.
-
-
-def test_messages_run_beside_each_other_sooner_if_there_are_more_processors() -> None:
-    assert slow_seconds(16) < slow_seconds(2) < LONG
 
 
 def test_a_new_line_is_quick() -> None:

@@ -50,14 +50,13 @@ _MAX_HELD_BYTES = 256 * 1024
 _MAX_HELD_SECONDS = 0.001
 _REQUESTS = (Call, Create, Fetch)
 
+SLOW = 0.0005
+"""The number of seconds from which a message counts as long.
 
-def slow_seconds(processors: int) -> float:
-    """The number of seconds from which a message counts as long.
-
-    Waking another thread, and passing the interpreter from thread to thread, costs some 0.05 ms. Longer messages gain
-    from running side by side: the time that they spend outside the interpreter, if there are processors for them.
-    """
-    return 0.0005 if processors <= 4 else 0.0002
+Waking another thread, and passing the interpreter from thread to thread, costs 0.05 to 0.1 ms. Longer messages gain from
+running side by side: the time that they spend outside the interpreter. Most of a short message is spent in it, however
+many processors there are, and lines that are led apart only take it from each other.
+"""
 
 
 class Pace:

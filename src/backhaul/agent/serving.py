@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from backhaul.agent.activity import Activity, Description
-from backhaul.agent.leading import Lead, Pace, slow_seconds
+from backhaul.agent.leading import SLOW, Lead, Pace
 from backhaul.agent.line import Line, Stalled, named
 from backhaul.agent.observing import (
     Encoded,
@@ -93,7 +92,7 @@ class Served(Line):
     def __init__(self, peer: WorkerInfo, channel: Channel, serving: Serving) -> None:
         super().__init__(peer, channel, serving)
         self.made = time.monotonic()
-        self.pace = Pace(serving.slow)
+        self.pace = Pace(SLOW)
         self.lead: Lead | None = None
         """The lead that the line belongs to."""
         self.over = threading.Event()
@@ -175,8 +174,6 @@ class Serving:
         self._adding = threading.Lock()
         self._max_detached = num_worker_threads
         self._most_awake = most_awake
-        self.slow = slow_seconds(len(os.sched_getaffinity(0)))
-        """The number of seconds from which a message counts as long: see `leading`."""
         self._shared = Lead(self, most_awake)
         self._seen: dict[Lead, int] = {}
         self._seen_finished = 0

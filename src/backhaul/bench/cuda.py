@@ -51,8 +51,8 @@ WORKS = (
     Work("echo of 16 MiB", "echo", 16 * _MIB, 20, 2.0),
     Work("echo of 64 MiB", "echo", 64 * _MIB, 15, 2.5),
     Work("echo of 256 MiB", "echo", 256 * _MIB, 8, 10.0),
-    *(Work(f"chain of {hops}, Linear(64)", "chain_64", hops, 20 // hops + 4, 1.5) for hops in (1, 4, 16)),
-    *(Work(f"chain of {hops}, Linear(4096)", "chain_4096", hops, 16 // hops + 4, 1.5) for hops in (1, 4, 16)),
+    *(Work(f"chain of {hops}, Linear(64)", "chain_64", hops, 80 // hops + 4, 1.5) for hops in (1, 4, 16)),
+    *(Work(f"chain of {hops}, Linear(4096)", "chain_4096", hops, 80 // hops + 4, 1.5) for hops in (1, 4, 16)),
 )
 
 
@@ -192,7 +192,7 @@ def work(system: str, path: str, rank: int) -> None:
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         kind, size, times = json.loads(line)
-        for _ in range(3):
+        for _ in range(times // 5 + 1):  # its processes have been stopped until now
             do[kind](size)
         taken = []
         for _ in range(times):
