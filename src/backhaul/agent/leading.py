@@ -53,9 +53,9 @@ _REQUESTS = (Call, Create, Fetch)
 SLOW = 0.0005
 """The number of seconds from which a message counts as long.
 
-Waking another thread, and passing the interpreter from thread to thread, costs 0.05 to 0.1 ms. Longer messages gain from
-running side by side: the time that they spend outside the interpreter. Most of a short message is spent in it, however
-many processors there are, and lines that are led apart only take it from each other.
+Waking another thread, and passing the interpreter from thread to thread, costs 0.05 to 0.1 ms. Longer messages gain
+from running side by side: the time that they spend outside the interpreter. Most of a short message is spent in it,
+however many processors there are, and lines that are led apart only take it from each other.
 """
 
 
