@@ -195,6 +195,13 @@ DEVICES = (
         _CALLS,
     ),
     Mutant(
+        "devices/driver.py",
+        "torch damages the heap for a tensor that is conjugated lazily",
+        "    if tensor.is_conj() or tensor.is_neg():",
+        "    if False:",
+        ("tests/devices/test_driver_streams.py",),
+    ),
+    Mutant(
         "devices/discipline.py",
         "the event of a chunk is recorded before its copy",
         "            device.copy_to_host(target + start, source + start, end - start, stream)\n"
