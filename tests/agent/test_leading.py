@@ -3,6 +3,7 @@ no other."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -31,8 +32,12 @@ idle = threading.Event()
 
 
 @pytest.fixture(params=["memory", "sockets"])
-def trio(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
-    """Three workers that know each other. worker1 serves."""
+def trio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcessCluster]:
+    """Three workers that know each other. worker1 serves.
+
+    No line is slow, unless a test calls `measure`: on a busy machine any line could get a lead of its own.
+    """
+    monkeypatch.setattr("backhaul.agent.serving.SLOW", math.inf)
     for event in (asked, gate, last_gate, idle):
         event.clear()
     with InProcessCluster(3, sockets=request.param == "sockets") as workers:
@@ -47,7 +52,15 @@ def trio(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
 @pytest.fixture
 def without_ticks(trio: InProcessCluster) -> InProcessCluster:
     """Switch off ticks: a busy leader must pass on its lead without their help."""
-    trio[1].agent.watch.ticks[0] = lambda: False
+    off, watch = threading.Event(), trio[1].agent.watch
+
+    def tick() -> bool:
+        off.set()
+        return False
+
+    watch.ticks[0] = tick
+    watch.wake()
+    assert off.wait(PATIENCE), "the last real tick may still be under way"
     return trio
 
 
@@ -60,6 +73,11 @@ def lead_of(workers: InProcessCluster, caller: int) -> Lead:
     lead = line_of(workers, caller).lead
     assert lead is not None
     return lead
+
+
+def measure(line: Served) -> None:
+    """Have a line of `trio` count as slow while its messages take long."""
+    line.pace = Pace(SLOW)
 
 
 def compute(seconds: float) -> int:
@@ -153,6 +171,7 @@ def test_short_requests_of_all_peers_run_on_one_thread(without_ticks: InProcessC
 def test_a_line_whose_requests_take_long_is_led_alone_until_they_are_short(without_ticks: InProcessCluster) -> None:
     workers = without_ticks
     shared = lead_of(workers, 0)
+    measure(line_of(workers, 0))
     for _ in range(4 * Pace.MEMORY):
         workers[0].rpc_sync("worker1", compute, args=(LONG,))
     assert await_events(workers[1], lambda: lead_of(workers, 0) is not shared, PATIENCE)
@@ -301,7 +320,6 @@ def test_a_request_that_was_read_with_the_waiting_one_is_not_forgotten(
 ) -> None:
     """Two requests in one write: the first waits until the second has run."""
     without_ticks[0].rpc_sync("worker1", ask_back)  # opens the connection back
-    monkeypatch.setattr(Pace, "slow", False)  # on a busy machine, the line could get a lead of its own
     with monkeypatch.context() as held:
         held.setattr(LinkState, "may_hold", lambda state, size: True)
         held.setattr(without_ticks[0].agent.watch, "remind", lambda line: None)  # no tick sends the first one alone
@@ -386,6 +404,7 @@ def test_a_slow_line_stays_with_the_others_if_it_gets_no_thread(
 ) -> None:
     workers = without_ticks
     shared = lead_of(workers, 0)
+    measure(line_of(workers, 0))
     with monkeypatch.context() as patch:
         patch.setattr(workers[1].agent.pool, "run", refuse)
         for _ in range(4 * Pace.MEMORY):
@@ -401,6 +420,7 @@ def test_a_line_stays_alone_if_the_others_have_no_thread(
     without_ticks: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = without_ticks
+    measure(line_of(workers, 0))
     for _ in range(4 * Pace.MEMORY):
         workers[0].rpc_sync("worker1", compute, args=(LONG,))
     shared = workers[1].agent.serving._shared
