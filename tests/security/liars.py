@@ -85,10 +85,10 @@ class Liar:
         tree = [trees.TUPLE, function, [trees.TUPLE, *args], {} if kwargs is None else kwargs]
         return self.ask(Call, tree, refs, mark, tensors=tensors)
 
-    def is_cut_off(self) -> bool:
-        """Whether the victim has ended the connection."""
+    def is_cut_off(self, within: float = SECONDS) -> bool:
+        """Whether the victim ends the connection within so many seconds, or has ended it."""
         try:
-            while self.channel.read(SECONDS):
+            while self.channel.read(within):
                 while self.channel.next() is not None:
                     pass
         except ChannelClosed:
