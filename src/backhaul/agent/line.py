@@ -60,6 +60,8 @@ class Line:
         self.said_goodbye = False
         self.calls_started = 0  # user calls received here; written by the reading thread
         self.calls_finished = 0  # guarded by _lock
+        self.offered = 0
+        """Bytes of replies that count already, because a thread is about to write them. Only `Serving` changes it."""
         self._serving = serving
         self._observers = serving.observers
         self._lock = threading.Lock()
@@ -125,10 +127,11 @@ class Line:
         `send_late`.
         """
         afterwards = None
+        offered = 0
         if releases and (guard := self._serving.guard) is not None:
             afterwards = partial(guard.finished, self.peer, releases)
             if frame.keep:
-                frame = self._bounded(frame, guard)
+                frame, offered = self._offer(frame, guard)
         departure = None
         try:
             if self._unflushed:
@@ -142,6 +145,8 @@ class Line:
                     duty = self._outbox.take_duty()
             finally:
                 self._sending.release()
+                if offered:
+                    self._serving.withdraw(self, offered)
             if departure is not None:
                 self._see_off(departure, duty, math.inf)
             elif afterwards is not None:
@@ -229,12 +234,13 @@ class Line:
         departure = self._outbox.under_way
         return 0 if departure is None else departure.frame.size
 
-    def _bounded(self, frame: Frame, guard: Admission) -> Frame:
-        """The reply to a call, or a refusal if too many reply bytes to this peer are unsent."""
-        waiting = self._serving.unsent_beside(self)
-        if not waiting or waiting + frame.size <= self._serving.max_unsent_bytes:
-            return frame
-        return guard.refuse_reply(self, frame, waiting)
+    def _offer(self, frame: Frame, guard: Admission) -> tuple[Frame, int]:
+        """The reply to a call, and its size, which counts until `Serving.withdraw`.
+
+        If too many reply bytes to this peer are unsent, a refusal that does not count.
+        """
+        waiting = self._serving.offer(self, frame.size)
+        return (guard.refuse_reply(self, frame, waiting), 0) if waiting else (frame, frame.size)
 
     def _put(self, frame: Frame, *, waits: bool) -> Departure | None:
         """Write a frame, or queue it behind others. None if it has left. The caller holds ``_sending``."""

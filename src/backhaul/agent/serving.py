@@ -172,6 +172,9 @@ class Serving:
         """The leads that a tick looks at. A leader adds its lead after it has begun a request."""
         self._by_rank: dict[int, set[Served]] = {}
         self._adding = threading.Lock()
+        # Held while a reply is compared with what waits on the peer's other lines. Otherwise the threads of several
+        # lines would all find that nothing waits, and would all begin to write.
+        self._offering = threading.Lock()
         self._max_detached = num_worker_threads
         self._most_awake = most_awake
         self._shared = Lead(self, most_awake)
@@ -262,10 +265,24 @@ class Serving:
         with self._adding:
             return list(self._by_rank.get(rank, ()))
 
-    def unsent_beside(self, line: Line) -> int:
-        """Unsent bytes for the peer of a line, on all its connections, without the frame under way on this line."""
-        others = (other for other in self.lines_of(line.peer.id) if other is not line)
-        return line.unsent + sum(other.unsent + other.under_way for other in others)
+    def offer(self, line: Line, size: int) -> int:
+        """Count a reply of this size that is about to be written, and return 0. Call `withdraw` when it is written.
+
+        If too much waits for the peer, on all its connections, the reply does not count and must not be written.
+        Returns how many bytes wait then, without the frame under way on this line.
+        """
+        with self._offering:
+            others = (other for other in self.lines_of(line.peer.id) if other is not line)
+            waiting = line.unsent + sum(other.unsent + other.under_way + other.offered for other in others)
+            if waiting and waiting + size > self.max_unsent_bytes:
+                return waiting
+            line.offered += size
+            return 0
+
+    def withdraw(self, line: Line, size: int) -> None:
+        """Note that an offered reply has left or failed, or that the line's outbox counts it now."""
+        with self._offering:
+            line.offered -= size
 
     def about_to_wait(self, *, watches: bool = False) -> bool:
         """Note that the calling thread is about to wait for a peer. If True, call `resumed` after the wait.
