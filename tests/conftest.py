@@ -25,10 +25,10 @@ _GONE_WITHIN = 5.0
 # Several processes of tests share the processors: with threads of torch beside them they would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell ignores these signals for background jobs, and all processes started here inherit that.
-for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+# A shell ignores some signals for background jobs, nohup another, and all processes started here would inherit that.
+for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, _handler)
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
 def _name(path: Path) -> str:

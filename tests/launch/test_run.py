@@ -192,13 +192,13 @@ def test_a_signal_for_the_program_stops_no_worker(run: RunScript, signum: int) -
     assert launch.finish()[::2] == (143, "backhaul: stopped by SIGTERM\n")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1])
 def test_a_signal_that_is_ignored_from_the_start_stays_ignored(run: RunScript, signum: int, tmp_path: Path) -> None:
     """As in the background of a shell, and under nohup."""
     os.mkfifo(tmp_path / "gate")
     source = """
         import signal
-        signals = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+        signals = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
         print([int(each) for each in signals if signal.getsignal(each) is signal.SIG_IGN])
         open("gate").read()
         print("done")
@@ -249,12 +249,16 @@ def test_a_second_interrupt_kills_at_once(run: RunScript) -> None:
     assert_gone(workers)
 
 
-def test_a_stubborn_worker_is_killed_after_the_grace_time(run: RunScript) -> None:
+@pytest.mark.parametrize(("of_worker", "signum", "code"), [(True, signal.SIGKILL, 137), (False, signal.SIGTERM, 143)])
+def test_a_stubborn_worker_is_killed_after_the_grace_time(
+    run: RunScript, of_worker: bool, signum: int, code: int
+) -> None:
+    """After the failure of another worker, and after a signal to the launcher."""
     launch = run(STUBBORN)
     workers = pids(launch.lines(2))
-    os.kill(workers[1], signal.SIGKILL)
+    os.kill(workers[1] if of_worker else launch.popen.pid, signum)
     started = time.monotonic()
-    assert launch.finish()[0] == 137
+    assert launch.finish()[0] == code
     assert 4 < time.monotonic() - started < 12
     assert_gone(workers)
 
