@@ -12,16 +12,25 @@ from processes import PATIENCE
 
 
 class Launch:
-    """``backhaul run`` with ``argv``; ``before`` is the beginning of the command line."""
+    """``backhaul run`` with ``argv``.
+
+    ``before`` is the beginning of the command line. ``merged``: standard error goes into standard output.
+    """
 
     def __init__(
-        self, *argv: str, cwd: Path, env: dict[str, str] | None = None, before: Sequence[str] = (), **options: object
+        self,
+        *argv: str,
+        cwd: Path,
+        env: dict[str, str] | None = None,
+        before: Sequence[str] = (),
+        merged: bool = False,
+        **options: object,
     ) -> None:
         self.popen = subprocess.Popen(
             [*before, sys.executable, "-m", "backhaul", "run", *argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
             text=True,
             errors="surrogateescape",
             cwd=cwd,

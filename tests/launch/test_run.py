@@ -367,6 +367,34 @@ def test_a_reader_that_goes_away_ends_the_job(run: RunScript) -> None:
     assert_gone(worker)
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_signal_ends_a_launch_whose_output_is_not_read(run: RunScript, tmp_path: Path, merged: bool) -> None:
+    """As after Ctrl-S in a terminal, or in a pager. ``merged``: standard error goes the same way."""
+    os.mkfifo(tmp_path / "gate")
+    source = """
+        import os, signal
+        def leave(signum, frame):
+            os.write(1, 2000 * line)  # more than fits anywhere
+            os._exit(5)
+        line = 1023 * b"x" + b"\\n"
+        signal.signal(signal.SIGTERM, leave)
+        print(os.getpid())
+        os.write(1, 500 * line)  # more than fits into the launcher's standard output
+        open("gate", "w").close()
+        while True:
+            signal.pause()
+        """
+    launch = run(source, n=1, merged=merged)
+    worker = pids([launch.line()])
+    (tmp_path / "gate").read_text()
+    started = time.monotonic()
+    launch.popen.send_signal(signal.SIGTERM)
+    assert launch.popen.wait(PATIENCE) == 143
+    assert time.monotonic() - started > 4, "the reader has the grace time"
+    assert_gone(worker)
+    assert launch.popen.stderr is None or launch.popen.stderr.read() == "backhaul: stopped by SIGTERM\n"
+
+
 def test_colours_only_on_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('hi')")
     ours, theirs = os.openpty()

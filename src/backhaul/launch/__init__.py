@@ -4,6 +4,8 @@
 - `guardian`     the process that cleans up when the launcher is killed outright
 - `supervisor`   starts, watches and stops processes; carries their output
 - `prefix`       the worker's name in front of every line
+- `outlet`       a thread that writes what workers print
+- `console`      prints the output of the workers here, and waits for its reader
 - `job`          all or nothing: the first failure stops the rest
 - `command`      ``backhaul run``
 - `keygen`       ``backhaul keygen``
@@ -21,7 +23,6 @@ Over several hosts:
 - `steward`      the process on each host that starts and ends the workers there
 - `protocol`     the messages between launcher and steward, without I/O
 - `lease`        how long a steward runs without an answer from the launcher, pure
-- `outlet`       a thread that writes what workers print
 
 Nothing here imports torch.
 """

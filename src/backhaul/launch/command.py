@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import os
+import select
 import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
+from typing import TextIO
 
 from backhaul.errors import OptionError
+from backhaul.launch.console import Console
 from backhaul.launch.guardian import Guardian
 from backhaul.launch.job import Outcome, run_job
-from backhaul.launch.prefix import PrefixedOutput, Write, wants_colour
 from backhaul.launch.session import NAME_VARIABLE, SECRET_VARIABLE, Session
-from backhaul.launch.supervisor import Command, Process, Supervisor
+from backhaul.launch.supervisor import Command, Process
 from backhaul.news import promise, tell
 from backhaul.options import HOST_VARIABLE, LOG_LEVEL_VARIABLE, LOG_LEVELS, METRICS_PORT_VARIABLE, RpcOptions
 from backhaul.security.keys import KEY_FILE_VARIABLE
@@ -135,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
         # Without the redirection Python would still try to flush its buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    if outcome.report:
+    if outcome.report and not (outcome.unread and _is_full(sys.stderr)):
         print(f"backhaul: {outcome.report}", file=sys.stderr)
     return outcome.code
 
@@ -226,12 +227,6 @@ def _run_here(parser: argparse.ArgumentParser, options: argparse.Namespace, argv
 
 
 def _run(session: Session, commands: list[Command], restarts: int, rejoin: bool, colour: bool) -> Outcome:
-    output = PrefixedOutput(
-        _writer(sys.stdout.buffer),
-        _writer(sys.stderr.buffer),
-        colour and wants_colour(sys.stdout),
-        colour and wants_colour(sys.stderr),
-    )
     promise(session.directory)
     left = restarts
 
@@ -240,28 +235,25 @@ def _run(session: Session, commands: list[Command], restarts: int, rejoin: bool,
         tell(session.directory, process.identity, process.ending, replaced=again)
         if again:
             left -= 1
-            say(f"{process.name} {process.ending}; it is restarted, and {left} restarts are left")
+            console.say(f"{process.name} {process.ending}; it is restarted, and {left} restarts are left")
 
     def on_missing(process: Process) -> None:
-        say(f"{process.name} {process.ending}; the other workers go on")
-
-    def say(text: str) -> None:
-        print(f"backhaul: {text}", file=sys.stderr, flush=True)
+        console.say(f"{process.name} {process.ending}; the other workers go on")
 
     guardian = Guardian(session.directory)
     try:
-        with Supervisor(output, guardian) as supervisor:
-            return run_job(supervisor, commands, restarts=restarts, on_end=on_end, rejoin=rejoin, on_missing=on_missing)
+        console = Console(guardian, colour=colour)
+        with console.supervisor:
+            return run_job(console, commands, restarts=restarts, on_end=on_end, rejoin=rejoin, on_missing=on_missing)
     finally:
         guardian.close()
 
 
-def _writer(stream: BinaryIO) -> Write:
-    def write(data: bytes) -> None:
-        stream.write(data)
-        stream.flush()
-
-    return write
+def _is_full(stream: TextIO) -> bool:
+    """Whether a write to this stream would wait for its reader."""
+    poll = select.poll()
+    poll.register(stream, select.POLLOUT)
+    return not poll.poll(0)
 
 
 def _names(parser: argparse.ArgumentParser, given: str | None, count: int) -> list[str]:

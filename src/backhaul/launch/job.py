@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 
+from backhaul.launch.console import Console
 from backhaul.launch.session import RESTARTS_VARIABLE
-from backhaul.launch.supervisor import GRACE, Command, Process, Supervisor
+from backhaul.launch.supervisor import GRACE, Command, Process
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -29,6 +30,8 @@ class Outcome:
     """Which worker or host failed, and how. If ``stopped``, all others were stopped because of it."""
     signum: int | None = None
     stopped: bool = True
+    unread: bool = False
+    """Output was dropped because its reader did not read it in time."""
 
     @property
     def report(self) -> str:
@@ -59,7 +62,7 @@ OnSignal = Callable[[int], None]
 
 
 def run_job(
-    supervisor: Supervisor,
+    console: Console,
     commands: Sequence[Command],
     grace: float = GRACE,
     restarts: int = 0,
@@ -67,19 +70,23 @@ def run_job(
     rejoin: bool = False,
     on_missing: Callable[[Process], None] = lambda process: None,
 ) -> Outcome:
-    """Run ``commands`` until all have ended. Main thread only, since it handles signals.
+    """Run ``commands`` until all have ended and their output is printed. Main thread only, since it handles signals.
 
     Workers that fail are restarted, ``restarts`` times in total. With ``rejoin``, the others continue without a worker
     that is not restarted, and ``on_missing`` is called with it. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on once;
-    a second signal kills the workers at once. SIGUSR1 and SIGUSR2 are passed on and stop nothing.
+    a second signal kills the workers at once. SIGUSR1 and SIGUSR2 are passed on and stop nothing. Raises
+    `BrokenPipeError` if the reader of the output is gone.
     """
+    supervisor = console.supervisor
     cause = Cause()
     missing = Cause()  # why the others continue without a worker
 
     def stop(signum: int) -> None:
         if cause.claim(Outcome(128 + signum, signum=signum)):
+            console.hurry(grace)  # first: the poll in which the grace time ends must find it over here, too
             supervisor.stop(signum, grace)
         else:
+            console.hurry(0.0)
             supervisor.stop(signal.SIGKILL, grace=0.0)
 
     times = [0] * len(commands)
@@ -113,7 +120,9 @@ def run_job(
                     supervisor.start(replace(command, env={**command.env, **restarted}), process.index)
             if cause.outcome is not None:
                 leaving.clear()
-    return cause.outcome or missing.outcome or Outcome(0)
+            console.look_after()
+        unread = not console.finish()
+    return replace(cause.outcome or missing.outcome or Outcome(0), unread=unread)
 
 
 def exit_code(returncode: int) -> int:

@@ -1,7 +1,8 @@
 """Outlet: a thread that writes the workers' output, so that a blocked terminal delays nothing else.
 
-The launcher of several hosts must answer their stewards even while nobody reads its output (Ctrl-S, a pager). The
-amount in flight is bounded: a steward sends more only when its earlier output is written (`protocol.Credit`).
+A launcher must handle signals, and that of several hosts must answer their stewards, even while nobody reads its output
+(Ctrl-S, a pager). The amount in flight is bounded: `console` holds the output of workers back while much is unwritten,
+and a steward sends more only when its earlier output is written (`protocol.Credit`).
 """
 
 from __future__ import annotations

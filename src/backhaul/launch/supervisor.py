@@ -182,6 +182,11 @@ class Supervisor:
                     if process.returncode is not None:
                         process._leaving_until = time.monotonic() + _LINGER
 
+    def drop_output(self) -> None:
+        """Read the output of all processes from now on, and drop it."""
+        self._sink = drop
+        self.hold_output(False)
+
     def start_soon(self, command: Command, index: int) -> Future[Process]:
         """A future of the process that the next `poll` starts in the place of another. Safe from any thread."""
         future: Future[Process] = Future()
@@ -223,8 +228,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Kill the remaining processes, wait for them, and release everything. Their last output is dropped."""
-        self._sink = drop  # the sink may be the part that failed
-        self.hold_output(False)
+        self.drop_output()  # the sink may be the part that failed
         if self.active:
             self.stop(signal.SIGKILL, grace=0.0)
         while self.active:
