@@ -126,6 +126,26 @@ def test_a_signal_is_passed_on(run: RunScript) -> None:
     assert sorted(out.splitlines()) == ["[worker0] got it", "[worker1] got it"]
 
 
+def test_a_signal_ends_a_launch_whose_output_is_not_read(run: RunScript, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "gate")
+    source = """
+        import os, signal
+        if os.environ["RANK"] == "0":
+            print(os.getpid())
+            os.write(1, 200 * (1023 * b"x" + b"\\n"))  # more than fits into the launcher's standard output
+            open("gate", "w").close()
+        signal.pause()
+        """
+    launch = run(source, merged=True)
+    worker = pids([launch.line()])
+    (tmp_path / "gate").read_text()
+    started = time.monotonic()
+    launch.popen.send_signal(signal.SIGTERM)
+    assert launch.popen.wait(PATIENCE) == 143
+    assert time.monotonic() - started > 4, "the reader has the grace time"
+    assert_gone(worker)
+
+
 # Parts on their own.
 
 

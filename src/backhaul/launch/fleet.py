@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from types import FrameType
 
@@ -64,7 +65,7 @@ class Fleet:
         self._leaving: list[Process] = []
         self._signals: SimpleQueue[int] = SimpleQueue()
         self._passed: SimpleQueue[int] = SimpleQueue()
-        self._signalled = 0
+        self._until = math.inf  # when to stop waiting for the reader of the output
         self._guardian = Guardian()
         self._supervisor = Supervisor(self._on_bytes, self._guardian)
         self._outlet = Outlet(self._supervisor.wake)
@@ -83,11 +84,11 @@ class Fleet:
                 self._act(self._course.begin(clock()))
                 while not self._course.done or self._supervisor.active:
                     self._step()
-                self._flush()
+                unread = not self._flush()
         finally:
             self._supervisor.close()
             self._guardian.close()
-        return self._course.outcome
+        return replace(self._course.outcome, unread=unread)
 
     def _step(self) -> None:
         self._leaving += self._supervisor.poll(max(0.0, self._next_time() - clock()))
@@ -113,7 +114,7 @@ class Fleet:
         return min([self._course.next_time(), *kills, clock() + 3600.0])
 
     def _on_signal(self, signum: int) -> None:
-        self._signalled += 1
+        self._until = clock() + self._terms.grace if self._until == math.inf else 0.0
         self._signals.put(signum)
         self._supervisor.wake()
 
@@ -233,14 +234,14 @@ class Fleet:
             why = explain(connection.host, self._way.ssh, self._way.python, code, process.stderr_tail, noise)
         self._act(self._course.disconnected(connection.number, why, clock()))
 
-    def _flush(self) -> None:
-        """Write the remaining output. A second signal ends the wait for a reader that does not read."""
-        before = self._signalled
+    def _flush(self) -> bool:
+        """Write the remaining output. False if a signal has come and the reader did not read in time."""
         while not self._outlet.finish(_WRITE_SECONDS):
-            if self._signalled > before:
-                return
+            if clock() >= self._until:
+                return False
         if self._outlet.error is not None:
             raise self._outlet.error
+        return True
 
 
 def _broken(host: Host, process: Process) -> str:
