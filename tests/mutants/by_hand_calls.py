@@ -282,6 +282,20 @@ CALLS = (
     ),
     Mutant(
         "agent/serving.py",
+        "replies that several connections begin to write at once do not count",
+        "other.under_way + other.offered for",
+        "other.under_way for",
+        ("tests/security/test_many_connections.py",),
+    ),
+    Mutant(
+        "agent/serving.py",
+        "a reply that has left counts forever",
+        "            line.offered -= size",
+        "            pass",
+        ("tests/security/test_many_connections.py",),
+    ),
+    Mutant(
+        "agent/serving.py",
         "a message that a waiting thread has read is not judged",
         "            refused = self.guard(line, envelope)\n"
         "            if refused is not None:\n"
