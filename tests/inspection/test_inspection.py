@@ -9,9 +9,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import pytest
 import torch
 import watched
+from awaiting import await_events
 
 from backhaul import rpc
 from backhaul.agent import accounts as accounts_module
@@ -121,6 +124,9 @@ def test_the_figures_outlive_a_connection(pair: InProcessCluster) -> None:
         pair[0].agent.cut_off(1)
         assert ended.acquire(timeout=watched.PATIENCE)
         looks.append((peer(pair[0], "worker1"), peer(pair[1], "worker0")))
+    # Each cut ends up to two connections, so the last one may still be noticed.
+    assert await_events(pair[1], lambda: peer(pair[1], "worker0")["lost"], watched.PATIENCE)
+    looks.append((peer(pair[0], "worker1"), peer(pair[1], "worker0")))
     for before, after in itertools.pairwise(looks):
         for end in (0, 1):
             for name in ("calls_sent", "calls_settled", "calls_received", "calls_finished", "sent", "received", "lost"):
@@ -133,7 +139,6 @@ def test_the_figures_outlive_a_connection(pair: InProcessCluster) -> None:
     path = mine["path"]
     assert mine["bytes"] == {path: {"sent": mine["sent"], "received": mine["received"]}}
     assert mine["lost"] > 0
-    assert theirs["lost"] > 0
 
 
 def test_a_call_that_is_lost_with_its_connection_has_failed() -> None:
@@ -169,10 +174,8 @@ def test_a_call_that_outlives_its_connection_is_counted_when_it_is_over() -> Non
 
 def test_a_peer_that_leaves_is_not_lost(trio: InProcessCluster) -> None:
     trio[2].rpc_sync("worker0", watched.double, (torch.ones(1),))
-    ended = threading.Event()
-    trio[0].agent.on_connection_ended.append(lambda *_: ended.set())
     trio[2].shutdown(graceful=False)
-    assert ended.wait(watched.PATIENCE)
+    assert await_events(trio[0], lambda: not peer(trio[0], "worker2")["lines"], watched.PATIENCE)
     found = peer(trio[0], "worker2")
     assert (found["lines"], found["lost"], found["calls_received"]) == (0, 0, 1)
 
