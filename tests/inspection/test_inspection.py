@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import pytest
 import torch
 import watched
-from awaiting import await_events
 
+from awaiting import await_events
 from backhaul import rpc
 from backhaul.agent import accounts as accounts_module
 from backhaul.agent.accounts import OTHERS, Accounts
