@@ -220,7 +220,7 @@ class Site:
         """Let torch make the ``grad_fn`` of views anew after a change in place.
 
         Otherwise it does so when they are used next, with a lock. Two threads that use a view then, one of them in a
-        custom function, may wait for each other for ever.
+        custom function, may block each other forever.
         """
         for each in (*self.values.values(), *self.place.values.values()):
             if isinstance(each, Tensor) and each._is_view():
