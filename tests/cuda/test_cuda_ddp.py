@@ -100,7 +100,7 @@ class Trainers(Crew):  # type: ignore[misc]
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_gradients_are_averaged_over_the_gpus(trainers: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < trainers:
-        pytest.skip(f"NCCL wants {trainers} GPUs for {trainers} trainers")
+        pytest.skip(f"NCCL wants a GPU for each of {trainers} trainers, and this machine has fewer")
     check(trainers, tmp_path)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from processes import PATIENCE
+from processes import PATIENCE, assert_gone
 
 
 class Launch:
@@ -54,6 +56,14 @@ class Launch:
     def finish(self, patience: float = PATIENCE) -> tuple[int, str, str]:
         out, err = self.popen.communicate(timeout=patience)
         return self.popen.returncode, out, err
+
+    def stop_unread(self, workers: list[int]) -> None:
+        """Stop it while nobody reads its output: it ends, but not before the reader has had the grace time."""
+        started = time.monotonic()
+        self.popen.send_signal(signal.SIGTERM)
+        assert self.popen.wait(PATIENCE) == 143
+        assert time.monotonic() - started > 4
+        assert_gone(workers)
 
 
 def pids(lines: list[str]) -> list[int]:

@@ -86,7 +86,7 @@ class Liar:
         return self.ask(Call, tree, refs, mark, tensors=tensors)
 
     def is_cut_off(self, within: float = SECONDS) -> bool:
-        """Whether the victim ends the connection within so many seconds, or has ended it."""
+        """Whether the victim has ended the connection, or ends it before that many seconds have passed."""
         try:
             while self.channel.read(within):
                 while self.channel.next() is not None:

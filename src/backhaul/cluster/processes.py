@@ -25,7 +25,7 @@ from backhaul.errors import MisuseError, RpcTimeoutError, WorkerLostError
 from backhaul.launch import interactive
 from backhaul.launch.main_module import describe, load
 from backhaul.launch.members import JOIN, Members, Start
-from backhaul.launch.prefix import PrefixedOutput, Write, wants_colour
+from backhaul.launch.prefix import Write, prefixed_output
 from backhaul.launch.session import Session
 from backhaul.launch.supervisor import GRACE, Process, Sink, drop
 from backhaul.options import RpcOptions
@@ -204,7 +204,7 @@ def _at_home(main: ModuleType, loaded: set[str]) -> Callable[[str, Any], bool]:
 
 
 def _output() -> Sink:
-    return PrefixedOutput(_writer("stdout"), _writer("stderr"), wants_colour(sys.stdout), wants_colour(sys.stderr))
+    return prefixed_output(_writer("stdout"), _writer("stderr"))
 
 
 def _writer(name: str) -> Write:

@@ -15,7 +15,7 @@ import time
 
 from backhaul.launch.guardian import Guardian
 from backhaul.launch.outlet import Outlet
-from backhaul.launch.prefix import PrefixedOutput, wants_colour
+from backhaul.launch.prefix import prefixed_output
 from backhaul.launch.supervisor import Supervisor
 
 _MOST_UNWRITTEN = 1 << 20
@@ -29,12 +29,7 @@ class Console:
         self.supervisor = Supervisor(self._print, guardian)
         self._outlet = Outlet(self.supervisor.wake)
         self._err = self._outlet.writer(sys.stderr.buffer)
-        self._output = PrefixedOutput(
-            self._outlet.writer(sys.stdout.buffer),
-            self._err,
-            colour and wants_colour(sys.stdout),
-            colour and wants_colour(sys.stderr),
-        )
+        self._output = prefixed_output(self._outlet.writer(sys.stdout.buffer), self._err, colour=colour)
         self._unwritten = 0
         self._until = math.inf  # when to stop waiting for the reader
 

@@ -19,7 +19,7 @@ from backhaul.launch.job import Outcome, handled_signals
 from backhaul.launch.lease import clock
 from backhaul.launch.outlet import Outlet
 from backhaul.launch.placement import Host
-from backhaul.launch.prefix import ERR, PrefixedOutput, wants_colour
+from backhaul.launch.prefix import ERR, prefixed_output
 from backhaul.launch.ssh import explain, first_line, steward_argv
 from backhaul.launch.supervisor import Command, Process, Supervisor
 from backhaul.launch.terms import Terms
@@ -70,12 +70,7 @@ class Fleet:
         self._supervisor = Supervisor(self._on_bytes, self._guardian)
         self._outlet = Outlet(self._supervisor.wake)
         self._err = self._outlet.writer(sys.stderr.buffer)
-        self._output = PrefixedOutput(
-            self._outlet.writer(sys.stdout.buffer),
-            self._err,
-            colour and wants_colour(sys.stdout),
-            colour and wants_colour(sys.stderr),
-        )
+        self._output = prefixed_output(self._outlet.writer(sys.stdout.buffer), self._err, colour=colour)
 
     def run(self) -> Outcome:
         """Run the launch and return its outcome. Raises `BrokenPipeError` if the reader of the output is gone."""

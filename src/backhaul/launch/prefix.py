@@ -6,6 +6,7 @@ Everything is bytes: a worker's output need not be text, and passes unchanged.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import IO
 
@@ -70,3 +71,8 @@ class PrefixedOutput:
         lines = self._prefixers[key].feed(data) if data else self._prefixers.pop(key).finish()
         if lines:
             self._write[stream](lines)
+
+
+def prefixed_output(out: Write, err: Write, *, colour: bool = True) -> PrefixedOutput:
+    """Output to the standard output and error of this process. ``colour``: with colours where they are terminals."""
+    return PrefixedOutput(out, err, colour and wants_colour(sys.stdout), colour and wants_colour(sys.stderr))
